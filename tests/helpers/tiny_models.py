@@ -105,6 +105,15 @@ def native(form="branches", **settings):
     return NSAForCausalLM(NSAModelConfig(**SIZES | dict(nsa=nsa) | settings)).eval()
 
 
+def close(actual, expected, tol=1e-4, **options):
+    torch.testing.assert_close(actual, expected, atol=tol, rtol=tol, **options)
+
+
+def call(model, ids, cache, **given):
+    """Logits of tokens over a cache."""
+    return model(ids, **given, **{CACHE: cache}).logits
+
+
 def prompts(*lengths):
     """Random tokens [1, length] for each length."""
     return [torch.randint(1, SIZES["vocab_size"], (1, length)) for length in lengths]
@@ -155,12 +164,20 @@ def static(model, length=48):
     return transformers.StaticCache(config=model.config, max_cache_len=length)
 
 
+def batches(texts):
+    """The first text alone, all of them in one row, and with padding on either side."""
+    return [dict(input_ids=texts[0]), packed(texts), padded(texts, True), padded(texts, False)]
+
+
 def check_rows(out, batch, expected, **tolerance):
-    """Check that each row of a batch gives, without its padding, what is expected of it alone."""
+    """Check that each row of a batch gives, without its padding, what is expected: rows of a batch
+    like it, or of each text alone."""
     assert out.isfinite().all()
-    mask = batch["attention_mask"]
+    mask = batch["attention_mask"] if "attention_mask" in batch else torch.ones(out.shape[:2])
+    if isinstance(expected, torch.Tensor):
+        expected = without_padding(expected, mask)
     for row, alone in zip(without_padding(out, mask), expected):
-        torch.testing.assert_close(row, alone, **dict(atol=1e-4, rtol=1e-4) | tolerance)
+        close(row, alone, **tolerance)
 
 
 def checkpoint(model, reentrant=False):

@@ -78,9 +78,6 @@ class Common(*mixins()):
 
     _check_cache_for_generate = _check_past_key_values_for_generate
 
-    def test_bc_cache_name_forward(self):
-        self.skipTest("both names of a cache are ours, neither is deprecated")
-
 
 class TestOneSoftmax(Common, unittest.TestCase):
     def setUp(self):

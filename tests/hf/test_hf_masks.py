@@ -1,4 +1,4 @@
-"""Masks of the user, and what a forward's mask costs."""
+"""Masks: what a forward knows of its keys, masks of the user, and what a mask costs."""
 
 import traceback
 from pathlib import Path
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -14,10 +15,24 @@ from transformers.masking_utils import causal_mask_function
 
 from native_sparse_attention.hf import use_sparse_attention
 from native_sparse_attention.hf.mask import nsa_mask
-from tests.helpers.tiny_models import CACHE, SPARSE, padded, prompts, tiny, without_padding
+from tests.helpers.tiny_models import (
+    SPARSE,
+    call,
+    check_rows,
+    close,
+    dynamic,
+    native,
+    packed,
+    padded,
+    prompts,
+    static,
+    tiny,
+)  # fmt: skip
 
-TOL = dict(atol=1e-4, rtol=1e-4)
-close = torch.testing.assert_close
+
+@pytest.fixture(scope="module")
+def model():
+    return use_sparse_attention(tiny(), **SPARSE)
 
 
 def causal(mask, documents=None):
@@ -31,78 +46,56 @@ def causal(mask, documents=None):
 
 def forms(visible):
     """The mask as bool, as integers, and added to logits."""
-    least = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-    infinite = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
-    return visible, visible.int(), visible.long(), least, infinite
-
-
-@pytest.mark.parametrize("left", [True, False])
-@torch.no_grad()
-def test_masks_of_four_axes_are_padding(left):
-    model, texts = use_sparse_attention(tiny(), **SPARSE), prompts(33, 40)
-    batch = padded(texts, left)
-    mask = batch["attention_mask"]
-    expected = model(**batch).logits
-    for form in forms(causal(mask)):
-        out = model(**batch | dict(attention_mask=form)).logits
-        for one, other in zip(without_padding(out, mask), without_padding(expected, mask)):
-            close(one, other, **TOL)
+    hidden = [torch.zeros(visible.shape).masked_fill(~visible, x) for x in (-3e38, -torch.inf)]
+    return visible, visible.to(torch.int16), visible.long(), *hidden
 
 
 @torch.no_grad()
-def test_masks_of_four_axes_are_packed_documents():
-    model, texts = use_sparse_attention(tiny(), **SPARSE), prompts(14, 26)
-    packed = torch.cat(texts, 1)
-    positions = torch.cat([torch.arange(t.shape[1]) for t in texts])[None]
-    expected = model(packed, position_ids=positions, use_cache=False).logits
+def test_masks_of_four_axes_are_padding_or_packed_documents(model):
+    texts = prompts(14, 26)
     documents = torch.tensor([[0] * 14 + [1] * 26])
-    visible = causal(torch.ones(1, 40), documents)
-    for form in forms(visible):
-        out = model(packed, attention_mask=form, position_ids=positions).logits
-        close(out, expected, **TOL)
+    row = packed(texts)
+    masks = [(row, causal(torch.ones(1, 40), documents))]
+    masks += [(b, causal(b["attention_mask"])) for b in (padded(texts, True), padded(texts, False))]
+    for batch, visible in masks:
+        expected = model(**batch, use_cache=False).logits
+        for form in forms(visible):
+            check_rows(model(**batch | dict(attention_mask=form)).logits, batch, expected)
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("make", [dynamic, static])
 @torch.no_grad()
-def test_masks_of_four_axes_over_a_cache(static):
-    model, (text,) = use_sparse_attention(tiny(), **SPARSE), prompts(40)
-    expected = model(text).logits[:, 30:]
-    cache = transformers.DynamicCache(config=model.config)
-    if static:
-        cache = transformers.StaticCache(config=model.config, max_cache_len=48)
-    model(text[:, :30], **{CACHE: cache})
-    visible = causal(torch.ones(1, 40))[:, :, 30:]
-    if static:
-        visible = torch.nn.functional.pad(visible, (0, 8))
-    out = model(text[:, 30:], attention_mask=visible, **{CACHE: cache}).logits
-    close(out, expected, **TOL)
-
-
-@torch.no_grad()
-def test_chunk_of_four_axes_that_ends_with_padding():
-    """Over a cache that grows its last keys are padding; in a static one they are not written."""
-    model, (text,) = use_sparse_attention(tiny(), **SPARSE), prompts(40)
-    expected = model(text[:, :36]).logits[:, 30:]
-    cache = transformers.DynamicCache(config=model.config)
-    model(text[:, :30], **{CACHE: cache})
-    real = (torch.arange(40) < 36)[None].long()
-    out = model(text[:, 30:], attention_mask=causal(real)[:, :, 30:], **{CACHE: cache}).logits
-    close(out[:, :6], expected, **TOL)
+def test_masks_of_four_axes_over_a_cache(make, model):
+    """Over a cache that grows last keys may be padding; in a static one they are not written."""
+    (text,) = prompts(40)
+    expected, spare = model(text).logits[:, 30:], 8 if make is static else 0
+    for T in (10, 1):
+        for form in forms(causal(torch.ones(1, 40))[:, :, 40 - T :]):
+            cache = make(model)
+            call(model, text[:, : 40 - T], cache)
+            form = F.pad(form, (0, spare), value=0 if form.dtype != torch.float32 else -3e38)
+            positions = torch.arange(40 - T, 40)[None]
+            out = call(model, text[:, 40 - T :], cache, attention_mask=form, position_ids=positions)
+            close(out, expected[:, 10 - T :])
+    if make is static:
+        return
+    cache, real = make(model), (torch.arange(40) < 36)[None].long()
+    call(model, text[:, :30], cache)
+    out = call(model, text[:, 30:], cache, attention_mask=causal(real)[:, :, 30:])
+    close(out[:, :6], model(text[:, :36]).logits[:, 30:])
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
 @torch.no_grad()
 def test_mask_of_a_whole_static_cache(family):
     """Its ones after the last token say nothing, also where they are as many as the padding."""
-    model, (text,) = tiny(family), prompts(20)
-    use_sparse_attention(model)
+    model, (text,) = use_sparse_attention(tiny(family)), prompts(20)
     for pads in (11, 12, 13):
         mask = (torch.arange(32) >= pads)[None].long()
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, :20]
-        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-        out = model(text, attention_mask=mask, position_ids=positions, **{CACHE: cache})
+        given = dict(attention_mask=mask, position_ids=positions)
         expected = model(text[:, pads:], use_cache=False).logits[:, -1]
-        close(out.logits[:, -1], expected, **TOL)
+        close(call(model, text, static(model, 32), **given)[:, -1], expected)
 
 
 @torch.no_grad()
@@ -115,38 +108,32 @@ def test_windows_count_padding_between_tokens():
     given = dict(attention_mask=mask, position_ids=positions)
     expected = model(ids, **given, use_cache=False).logits[:, real]
     use_sparse_attention(model)
-    close(model(ids, **given, use_cache=False).logits[:, real], expected, **TOL)
-    cache, outs = transformers.DynamicCache(config=model.config), []
+    close(model(ids, **given, use_cache=False).logits[:, real], expected)
+    cache, outs = dynamic(model), []
     for part in (slice(0, 14), slice(14, 40)):
         seen = dict(attention_mask=mask[:, : part.stop], position_ids=positions[:, part])
-        outs.append(model(ids[:, part], **seen, **{CACHE: cache}).logits)
-    close(torch.cat(outs, dim=1)[:, real], expected, **TOL)
+        outs.append(call(model, ids[:, part], cache, **seen))
+    close(torch.cat(outs, dim=1)[:, real], expected)
 
 
 @torch.no_grad()
-def test_packed_sequences_go_over_no_cache():
-    model, (ids,) = tiny(), prompts(31)
+def test_packed_sequences_go_over_no_cache(model):
+    (ids,), message = prompts(31), "position_ids over a cache must not return to 0 after {} tokens"
     positions = torch.cat((torch.arange(13), torch.arange(18)))[None]
-    use_sparse_attention(model)
-    message = "position_ids over a cache must not return to 0 after {} tokens"
     for first, end in ((8, 31), (13, 20)):
-        cache = transformers.DynamicCache(config=model.config)
-        model(ids[:, :first], position_ids=positions[:, :first], **{CACHE: cache})
+        cache = dynamic(model)
+        call(model, ids[:, :first], cache, position_ids=positions[:, :first])
         with pytest.raises(ValueError, match=message.format(first)):
-            model(ids[:, first:end], position_ids=positions[:, first:end], **{CACHE: cache})
-    cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+            call(model, ids[:, first:end], cache, position_ids=positions[:, first:end])
     with pytest.raises(ValueError, match=message.format(0)):
-        model(ids, position_ids=positions, **{CACHE: cache})
+        call(model, ids, static(model), position_ids=positions)
     # a cache may have more tokens than the positions say, or fewer
-    expected = tiny()
-    for there in ([[77]], [[3]], [[5, 6]]):
-        outs = []
-        for one in (model, expected):
-            cache = transformers.DynamicCache(config=model.config)
-            one(ids[:, :20], **{CACHE: cache})
-            new = ids[:, 20 : 20 + len(there[0])]
-            outs.append(one(new, position_ids=torch.tensor(there), **{CACHE: cache}).logits)
-        close(*outs, **TOL)
+    twin, outs = tiny(), []
+    for one in (use_sparse_attention(tiny()), twin):
+        cache = dynamic(one)
+        call(one, ids[:, :20], cache)
+        outs.append(call(one, ids[:, 20:22], cache, position_ids=torch.tensor([[5, 6]])))
+    close(*outs)
 
 
 class Reads(TorchDispatchMode):
@@ -172,38 +159,37 @@ def test_layers_of_a_step_read_nothing_each(pads):
     for layers in (2, 6):
         model = use_sparse_attention(tiny("Gemma3", num_hidden_layers=layers, layer_types=[
             "sliding_attention", "full_attention"] * (layers // 2)))  # fmt: skip
-        cache = transformers.DynamicCache(config=model.config)
-        model(text[:, :29], attention_mask=mask[:, :29], **{CACHE: cache})
+        cache = dynamic(model)
+        call(model, text[:, :29], cache, attention_mask=mask[:, :29])
         positions = mask.cumsum(1)[:, 29:] - 1
         with Reads() as reads:
-            model(text[:, 29:], attention_mask=mask, position_ids=positions, **{CACHE: cache})
+            call(model, text[:, 29:], cache, attention_mask=mask, position_ids=positions)
         counts.append(reads.count)
     assert counts[0] == counts[1]
 
 
 @torch.no_grad()
-def test_causal_mask_is_none():
-    model, (text,) = use_sparse_attention(tiny(), **SPARSE), prompts(40)
-    close(model(text, attention_mask=causal(torch.ones(1, 40))).logits, model(text).logits)
-
-
-@torch.no_grad()
-def test_other_masks_are_refused():
-    model, (text,) = use_sparse_attention(tiny(), **SPARSE), prompts(40)
-    window = causal(torch.ones(1, 40)).triu(-5)
+def test_other_masks_are_refused(model):
+    (text,), plain = prompts(40), causal(torch.ones(1, 40))
     later = torch.ones(1, 1, 40, 40, dtype=torch.bool)
-    bias = torch.randn(1, 1, 40, 40)
-    heads = causal(torch.ones(1, 40)).repeat(1, 4, 1, 1)
+    heads = plain.repeat(1, 4, 1, 1)
     heads[:, 1, 5, 3] = False
     for mask, told in (
-        (window, "must be causal, with padding or packed documents: give attention_mask"),
+        (plain.triu(-5), "must be causal, with padding or packed documents: give attention_mask"),
         (later, "must be causal, with padding or packed documents: give attention_mask"),
-        (bias, "must be 0 where a key is seen, and -inf where it is not, got other numbers"),
+        (torch.randn(1, 1, 40, 40), "must be 0 where a key is seen, and -inf where it is not"),
         (heads, "must be the same for all heads: give attention_mask"),
         (later[..., :20], r"must have shape \[1, S\] or \[1, 1, 40, 40\], got a torch.bool"),
+        (torch.ones(1, 39), r"attention_mask must have shape \[1, 40\], got \[1, 39\]"),
     ):
         with pytest.raises(ValueError, match=told):
             model(text, attention_mask=mask)
+    for one in (model, native("index")):
+        cache = dynamic(one)
+        call(one, text[:, :7], cache)
+        with pytest.raises(ValueError, match=r"must have shape \[1, S\] or \[1, 1, 1, 8\]"):
+            mask = torch.ones(1, 1, 1, 16, dtype=torch.int16)
+            call(one, text[:, 7:8], cache, attention_mask=mask, position_ids=torch.tensor([[7]]))
 
 
 def test_masks_say_what_they_are():

@@ -12,15 +12,16 @@ from native_sparse_attention.hf import (
     SparseCache,
     StaticSparseCache,
     convert,
-    use_dense_attention,
     use_sparse_attention,
 )
 from tests.helpers.tiny_models import (
     CACHE,
     FORMS,
     SPARSE,
+    call,
     check_rows,
     checkpoint,
+    close,
     dynamic,
     native,
     packed,
@@ -31,7 +32,6 @@ from tests.helpers.tiny_models import (
     tiny,
 )
 
-close = torch.testing.assert_close
 WINDOWS = SPARSE | dict(compress_block_size=4, compress_block_sliding_stride=2)
 BRANCHES = dict(
     branches=("compressed", "selected", "window"), sliding_window_size=6, compress_block_size=8,
@@ -90,12 +90,10 @@ def test_padding_and_packing_change_nothing(name):
     alone = [model(text, use_cache=False).logits for text in texts]
     for use_cache in (False, True):
         for left in (True, False):
-            batch = padded(texts, left)
-            check_rows(model(**batch, use_cache=use_cache).logits, batch, alone)
-        batch = packed(texts)
-        out = model(**batch, use_cache=use_cache).logits
-        for document, expected in zip(out.split([33, 40], dim=1), alone):
-            close(document, expected, atol=1e-4, rtol=1e-4)
+            batch = padded([*texts, texts[0][:, :0]], left)  # and a row without tokens
+            check_rows(model(**batch, use_cache=use_cache).logits, batch, [*alone, alone[0][:, :0]])
+        out = model(**packed(texts), use_cache=use_cache).logits
+        close(out, torch.cat(alone, dim=1))
 
 
 @every
@@ -104,20 +102,16 @@ def test_steps_and_chunks_over_caches_are_one_forward(name):
     model, texts = MODELS[name](), prompts(29, 36)
     alone = [model(text, use_cache=False).logits for text in texts]
     for index in range(len(caches_of(name, model))):
-        for first in (3, 30):  # also where `dense_length` lies between the steps
+        for first in (22, 30):  # also where `dense_length` lies between the steps
             out = step_by_step(model, texts[1], first, caches_of(name, model)[index])
-            close(out, alone[1], atol=1e-4, rtol=1e-4)
-        batch = padded(texts, left=True)
-        ids = batch.pop("input_ids")
-        out = step_by_step(model, ids, 30, caches_of(name, model)[index], **batch)
-        check_rows(out, batch, alone)
+            close(out, alone[1])
         for left in (True, False):  # padding among the new tokens of a chunk too
             batch, outs = padded(texts, left), []
             cache = caches_of(name, model)[index]
-            for start, stop in ((0, 5), (5, 22), (22, 31), (31, 36)):
+            for start, stop in ((0, 5), (5, 22), (22, 31), (31, 35), (35, 36)):
                 part = {key: t[:, start:stop] for key, t in batch.items()}
-                part |= {"attention_mask": batch["attention_mask"][:, :stop], CACHE: cache}
-                outs.append(model(**part).logits)
+                part |= {"attention_mask": batch["attention_mask"][:, :stop]}
+                outs.append(call(model, part.pop("input_ids"), cache, **part))
             check_rows(torch.cat(outs, dim=1), batch, alone)
 
 
@@ -159,20 +153,20 @@ def test_guesses_that_are_refused_leave_nothing(name, guess):
         assert generate(model, batch, **settings, **cache).equal(expected)
 
 
-@pytest.mark.slow(one_of=6)
-@every
+@pytest.mark.slow(one_of=3)
+@pytest.mark.parametrize("name", ["drop-in", "converted, ranked", "native, branches"])
 @torch.no_grad()
 def test_generate_compiles_one_graph(name):
     """As on a GPU: without a graph break, and no graph for each length."""
-    model, batch = MODELS[name](), padded(prompts(33, 30), left=True)
+    model, batch = MODELS[name](num_hidden_layers=1), padded(prompts(33, 30), left=True)
     expected = generate(model, batch)
     torch._dynamo.reset()
     compiled = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
     compiled._compile_all_devices = True
     counted = torch._dynamo.utils.counters
     counted.clear()
-    found = generate(model, batch, cache_implementation="static", compile_config=compiled)
-    assert found.equal(expected)
+    out = generate(model, batch, cache_implementation="static", compile_config=compiled)
+    assert out.equal(expected)
     assert 1 <= counted["stats"]["unique_graphs"] <= 2
 
 
@@ -192,9 +186,9 @@ def test_checkpointing_and_caches_change_no_gradient(name):
     expected = gradients()
     assert any("to_index" in key for key in expected) == learns
     if not learns:
-        close(gradients(use_cache=True), expected, atol=1e-4, rtol=1e-4)
+        close(gradients(use_cache=True), expected)
     checkpoint(model)
-    close(gradients(), expected, atol=1e-4, rtol=1e-4)
+    close(gradients(), expected)
     if name == "drop-in":
         return
     checkpoint(model, reentrant=True)
@@ -202,13 +196,4 @@ def test_checkpointing_and_caches_change_no_gradient(name):
         with pytest.raises(ValueError, match="without use_reentrant=True"):
             gradients()
     else:
-        close(gradients(), expected, atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
-def test_what_was_sparse_is_dense_again():
-    model, (text,) = tiny(), prompts(40)
-    expected = model(text).logits
-    use_sparse_attention(model, **SPARSE)
-    assert (model(text).logits - expected).abs().max() > 1e-2
-    close(use_dense_attention(model)(text).logits, expected, atol=0, rtol=0)
+        close(gradients(), expected)

@@ -1,0 +1,258 @@
+"""Caches of transformers under sparse attention, and in models of `SparseAttention` layers."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+from native_sparse_attention.hf import (
+    SparseCache,
+    StaticSparseCache,
+    attention,
+    convert,
+    use_sparse_attention,
+)
+from native_sparse_attention.hf.cache import kept_means
+from tests.helpers.tiny_models import (
+    FORMS,
+    SPARSE,
+    call,
+    close,
+    dynamic,
+    native,
+    padded,
+    prompts,
+    static,
+    step_by_step,
+    tiny,
+)
+
+
+def sparse(l, d, **config):
+    sizes = dict(compress_block_size=l, compress_block_sliding_stride=d)
+    return use_sparse_attention(tiny(**config), **SPARSE | sizes)
+
+
+def steps(model, ids, cache, first, chunk=1):
+    """Logits of tokens from `first` on, so many at a time."""
+    outs = []
+    for i in range(first, ids.shape[1], chunk):
+        positions = torch.arange(i, i + chunk).expand(len(ids), -1)
+        outs.append(call(model, ids[:, i : i + chunk], cache, position_ids=positions))
+    return torch.cat(outs, dim=1)
+
+
+# of the drop-in
+
+
+@torch.no_grad()
+def test_sparse_cache_keeps_its_windows_as_it_changes():
+    model, (text,) = sparse(4, 2), prompts(30)
+    cache = SparseCache(model.config)
+    changes = (
+        lambda: None,
+        lambda: cache.crop(-3),
+        lambda: cache.batch_repeat_interleave(2),
+        lambda: cache.batch_select_indices(torch.tensor([3, 0, 1])),
+        lambda: cache.reorder_cache(torch.tensor([2, 0, 1])),
+    )
+    call(model, text.repeat(2, 1), cache)
+    layer, rows = cache.layers[0], (2, 2, 4, 3, 3)
+    for change, B in zip(changes, rows):
+        change()
+        for new in (5, 1):  # another tensor, and storage with spare capacity
+            call(model, text[:, :new].repeat(B, 1), cache)
+            means = kept_means(layer.keys, 4, 2)
+            assert means.shape[::2] == (B, layer.keys.shape[2] // 2)
+            close(means[:, :, 1:], layer.keys.unfold(2, 4, 2).mean(-1))
+    cache.reset()
+    call(model, text, cache)
+    assert kept_means(layer.keys, 4, 2).shape[2] == 15
+
+
+@torch.no_grad()
+def test_a_step_over_a_sparse_cache_copies_no_other_tokens():
+    """The keys stay where they are, until storage is full or another call has moved them; what was
+    taken back is written over."""
+    model, (text,) = sparse(1, 1), prompts(200)
+    expected = model(text, use_cache=False).logits
+    cache = SparseCache(model.config)
+    layer = cache.layers[0]
+    call(model, text[:, :30], cache)
+    places, earlier = [], None
+    for t in range(30, 200):
+        if t == 60:
+            cache.crop(-5)
+            call(model, text[:, 55:60], cache)
+        if t == 100:
+            cache.reorder_cache(torch.tensor([0]))
+        close(call(model, text[:, t : t + 1], cache), expected[:, t : t + 1])
+        places.append(layer.keys.data_ptr())
+        if t == 35:
+            earlier = layer.keys, layer.keys.clone()
+    assert torch.equal(*earlier)
+    assert len(set(places)) <= 4 and len(set(places[:65])) == 1 and places[69] != places[70]
+    twin = copy.deepcopy(cache)
+    call(model, text[:, :1], twin)
+    assert (len(layer.keys[0, 0]), len(twin.layers[0].keys[0, 0])) == (200, 201)
+    cache.reset()
+    assert not layer.stores and kept_means(twin.layers[0].keys, 1, 1) is None
+
+
+def test_gradients_through_a_sparse_cache():
+    """Of chunks one after the other: nothing that autograd saved is written to."""
+    model, (text,) = sparse(1, 1, num_hidden_layers=1).train(), prompts(24)
+    grads = []
+    for cache in (SparseCache(model.config), dynamic(model)):
+        model.zero_grad()
+        outs = [call(model, chunk, cache) for chunk in text.split([16, 4, 4], dim=1)]
+        sum(out.square().sum() for out in outs).backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    close(*grads)
+
+
+@pytest.mark.parametrize("l, d", [(8, 4), (4, 4), (6, 2), (1, 1)])
+@torch.no_grad()
+def test_static_sparse_cache_keeps_windows(l, d, monkeypatch):
+    """Steps and chunks of any length are one forward, also after tokens were taken back."""
+    model, ids = sparse(l, d), torch.cat(prompts(49, 49))
+    expected = model(ids, use_cache=False).logits
+    for first, chunk in ((33, 1), (1, 8), (5, 11), (33, 4)):
+        cache = StaticSparseCache(model.config, max_cache_len=61)
+        close(call(model, ids[:, :first], cache), expected[:, :first])
+        with monkeypatch.context() as patch:
+            if l > 1:  # compressed keys of a step come from the cache
+                patch.setattr(attention, "windows_of", None)
+            close(steps(model, ids, cache, first, chunk), expected[:, first:])
+    if hasattr(cache.layers[0], "crop"):  # newer releases take tokens back
+        cache.crop(-16)
+        close(steps(model, ids, cache, 33), expected[:, 33:])
+
+
+@pytest.mark.parametrize(
+    "make, settings, message",
+    [
+        (StaticSparseCache, dict(config=None, max_cache_len=8), "config must be model.config"),
+        (SparseCache, dict(config=None), "config must be model.config, got None"),
+        (StaticSparseCache, dict(max_cache_len=0), "max_cache_len must be an integer of at least"),
+        (StaticSparseCache, dict(max_cache_len=8.0), "max_cache_len must be .* got 8.0"),
+    ],
+)
+def test_wrong_arguments(make, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(**dict(config=tiny().config) | settings)
+
+
+@pytest.mark.parametrize("l", [1, 8])
+@torch.no_grad()
+def test_one_graph_serves_steps_of_all_lengths(l):
+    """Over either static cache, which keeps the windows of several tokens."""
+    model = sparse(l, l, num_hidden_layers=1)
+    (text,) = prompts(36)
+    expected = model(text).logits
+    cache = static(model, 40) if l == 1 else StaticSparseCache(model.config, max_cache_len=40)
+    outs = [call(model, text[:, :30], cache)]
+    torch._dynamo.reset()
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    for t in range(30, 36):
+        with torch._dynamo.config.patch(error_on_recompile=t > 30):
+            out = call(step, text[:, t : t + 1], cache, position_ids=torch.tensor([[t]]))
+            outs.append(out.clone())
+    close(torch.cat(outs, dim=1), expected)
+
+
+# of `SparseAttention` layers
+
+
+@torch.no_grad()
+def test_one_cache_serves_texts_one_after_the_other():
+    model, texts = native("index"), prompts(40, 31)
+    cache = static(model)
+    for text in texts:
+        expected = model(text, use_cache=False).logits
+        close(step_by_step(model, text, 25, cache), expected)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+    assert cache.layers[0].cache.nbytes > 0  # the storage stays
+
+
+@torch.no_grad()
+def test_a_copy_goes_on_by_itself():
+    """Also of a cache that was begun in inference mode."""
+    model, (text,) = convert(tiny(), **SPARSE), prompts(40)
+    expected = model(text, use_cache=False).logits
+    with torch.inference_mode():
+        cache = static(model)
+        call(model, text[:, :30], cache)
+    for held in (cache, copy.deepcopy(cache)):
+        close(steps(model, text, held, 30, chunk=10), expected[:, 30:])
+
+
+@pytest.mark.parametrize("length", [pytest.param(34, marks=pytest.mark.slow), 25])
+@torch.no_grad()
+def test_dense_length_in_compiled_steps(length):
+    """Before `dense_length`, past it, and where the whole cache lies before it."""
+    dense = 25
+    form, (text,) = dict(FORMS["one_softmax"], dense_length=dense), prompts(length)
+    model = native(form, num_hidden_layers=1)
+    expected = model(text, use_cache=False).logits
+    torch._dynamo.reset()
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    for first in (22, 30):
+        if first >= length:
+            continue
+        cache = static(model, length)
+        call(model, text[:, :first], cache)
+        assert cache.layers[0].cache.least_length == (dense if first >= dense else 0)
+        for i in range(first, length):
+            out = call(step, text[:, i : i + 1], cache, position_ids=torch.tensor([[i]]))
+            close(out, expected[:, i : i + 1])
+
+
+@torch.no_grad()
+def test_what_a_static_cache_cannot_do_is_refused():
+    model, (text,) = native("one_softmax"), prompts(30)
+    last, key = dict(position_ids=torch.tensor([[20]])), torch.arange(48)
+    cache = static(model, 20)
+    with pytest.raises(ValueError, match="full"):
+        call(model, text, cache)
+    call(model, text[:, :20], cache)
+    with pytest.raises(ValueError, match="is full: it holds 20 of 20 tokens, got 1 more"):
+        call(model, text[:, 20:21], cache, **last)
+    with pytest.raises(ValueError, match="must be a DynamicCache to be cropped"):
+        cache.layers[0].crop(-1)
+    held = static(model)
+    call(tiny(), text, held)
+    with pytest.raises(ValueError, match="30 tokens of another"):
+        call(model, text, held)
+    cache, mask = static(model), torch.ones(1, 21)
+    call(model, text[:, :20], cache)
+    mask[:, 3] = 0
+    for wrong, told in (
+        (mask, "must show the .20. tokens"),
+        (mask[:, :20], r"attention_mask must have shape \[1, 21\], got \[1, 20\]"),
+        ((key < 5)[None, None, None], "must show the 21 keys .* got 5"),
+        ((key < 30)[None, None, None], "must show the 21 keys .* got 30"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            call(model, text[:, 20:21], cache, attention_mask=wrong, **last)
+    expected = model(text[:, :21], use_cache=False).logits[:, 20:]
+    mask = (key < 21)[None, None, None]
+    close(call(model, text[:, 20:21], cache, attention_mask=mask, **last), expected)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_prefill_in_chunks_with_padding(compiled):
+    """transformers compiles such a prefill on a GPU, over a cache that it initialises early."""
+    model, batch = native("one_softmax", num_hidden_layers=1), padded(prompts(17, 14), left=True)
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    given |= dict(max_new_tokens=9, do_sample=False)
+    expected = model.generate(**given)
+    torch._dynamo.reset()
+    how = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
+    how._compile_all_devices = compiled
+    ways = dict(cache_implementation="static", prefill_chunk_size=8, compile_config=how)
+    assert torch.equal(model.generate(**given, **ways), expected)
