@@ -103,6 +103,7 @@ def attention(
     config, backend = drop_in_config(module.config, scale=scaling, soft_cap=softcap)
     is_dense = not is_window and dense_up_to(config) >= S
 
+    held: Tensor | None = key  # with which a cache may keep compressed keys
     # queries are at positions `starts` + 0, 1, .., none of them before `least`
     starts, least, layout, documents, order, counts = L - T, 0, None, None, None, None
     if mask is not None and mask.tokens is not None and (isinstance(L, Tensor) or T != L):
@@ -114,7 +115,7 @@ def attention(
             out = attend_under_mask(q, k, v, mask.visible(T, S, sliding_window), *logits)
             return out.masked_fill(~new[..., None, None], 0), None
         least = 0 if torch.compiler.is_compiling() else mask.once(NSAMask.least_start, T)
-        key, order, counts = None, varlen.real_first(new), new.sum(1)
+        held, order, counts = None, varlen.real_first(new), new.sum(1)
         k, v = (varlen.pick(t, varlen.real_first(mask.tokens)) for t in (k, v))
         q = varlen.pick(q, order)
     elif mask is not None and mask.has_rows:
@@ -122,7 +123,7 @@ def attention(
             NSAMask.layout, 1 if is_window else max(config.selection_block_size, config.d)
         )
         q, k, v = (layout.spread(t) for t in (q, k, v))
-        key, documents = None, layout.documents
+        held, documents = None, layout.documents
     elif isinstance(starts, Tensor):
         starts = starts.expand(B).long().contiguous()
         least = config.dense_length if mask is not None and mask.past_dense_length else 0
@@ -130,7 +131,7 @@ def attention(
         least = starts
 
     is_first = isinstance(starts, int) and starts == 0
-    if is_window:
+    if sliding_window is not None:
         config = config.but(branches=("window",), sliding_window_size=sliding_window - 1)
     elif is_dense:
         config = config.but(num_selected_blocks=0, selection_stride=1, dense_length=sys.maxsize)
@@ -141,7 +142,7 @@ def attention(
         )
     elif least >= config.dense_length:
         config = config.but(dense_length=0)
-    ck = None if is_window else compressed_keys(k, config, documents, key)
+    ck = None if is_window else compressed_keys(k, config, documents, held)
     call = Call(q, k, v, ck, q_offset=starts, documents=documents)
     call = call if sinks is None else call.but(sinks=sinks[None])
     has_kernels = backend == "triton" or (backend == "auto" and q.is_cuda)

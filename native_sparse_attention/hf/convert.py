@@ -95,8 +95,11 @@ def convert(
     decoder = check_model(model)
     if config is None and not settings:
         config = getattr(decoder.config, KEY, None)
+    user = config if isinstance(config, NSAConfig) else None
     if isinstance(config, Mapping):
-        config, settings = None, {**config, **settings}
+        settings = dict(config) | settings
+    elif config is not None and user is None:
+        raise ValueError(f"config must be an NSAConfig, a dict or None, got {shown(config)}")
     # logits of open gates; sigmoid(12) = 1 - 6e-6
     bias = check_factor("gate_bias", settings.pop("gate_bias", 12.0))
     base, kinds = decoder.base_model, getattr(decoder.config, "layer_types", None)
@@ -111,7 +114,7 @@ def convert(
             raise ValueError(f"model must have {name}, got none in a {type(base).__name__}")
     # all of them, before the model changes
     modules = [getattr(layer, "self_attn", layer) for _, layer in layers]
-    replaced = [sparse_layer(read_module(m, rotary), config, settings, bias) for m in modules]
+    replaced = [sparse_layer(read_module(m, rotary), user, settings, bias) for m in modules]
     for attention, (index, layer) in zip(replaced, layers, strict=True):
         module = layer.self_attn
         freeze(attention, module)

@@ -213,7 +213,7 @@ def nsa_mask(
     if is_whole:
         is_plain = tokens is None and documents is None
         return None if is_plain else NSAMask(S, tokens, documents)
-    if not is_known and (tracing or T == 1):
+    if isinstance(q_offset, Tensor) and (tracing or T == 1):
         # one graph of a step serves all lengths, or the two sides of `dense_length`
         length = q_offset.to(device) + T
         if tokens is not None:

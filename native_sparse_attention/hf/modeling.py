@@ -409,7 +409,7 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
                     "ranking_queries goes with importance='index' in config.nsa, got "
                     f"{self.config.nsa['importance']!r}"
                 )
-            x = input_ids if inputs_embeds is None else inputs_embeds
+            x: Any = input_ids if inputs_embeds is None else inputs_embeds
             queries = sampled(ranking_queries, x.shape[1], None, x.device)
             ranking = Ranking(queries, ranking_weights or self.config.ranking_weights)
             arguments["ranking"] = ranking
@@ -421,12 +421,12 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
         if ranking is None:
             return NSACausalLMOutput(**out)
         loss, ranking_loss = out.loss, ranking.loss
-        if loss is not None:
+        if loss is not None and labels is not None:
             # of an accumulated batch, whose labels divide the loss, the part of these labels
             count = arguments.get("num_items_in_batch")
-            part = 1.0 if count is None else (labels != -100).sum() / count
+            part = 1.0 if count is None else labels.ne(-100).sum() / count
             loss = loss + (ranking_loss * part).to(loss.device)
-        return NSACausalLMOutput(**out | dict(loss=loss), ranking_loss=ranking_loss)
+        return NSACausalLMOutput(**{**out, "loss": loss}, ranking_loss=ranking_loss)
 
 
 def register() -> None:

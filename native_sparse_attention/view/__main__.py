@@ -52,37 +52,18 @@ def json_object(text: str) -> dict[str, Any]:
     return settings
 
 
-def build_parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program,
-        usage="%(prog)s MODEL --text FILE [options]",
-        description="Writes one HTML page: point at a token and see what it reads.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        type=Path,
-        help="folder of a model of transformers with its tokenizer, or .gguf file",
-    )
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="text to read")
-    parser.add_argument("--out", type=Path, default=Path("view.html"), help="page (view.html)")
-    parser.add_argument(
-        "--layers", type=layer_list, help="layers to record, such as 0,3 or their names (all)"
-    )
-    parser.add_argument("--queries", type=number, help="tokens to record, drawn at random (all)")
-    parser.add_argument(
-        "--max-tokens", type=number, default=4096, help="tokens of the text, from its start (4096)"
-    )
-    parser.add_argument(
-        "--settings",
-        type=json_object,
-        metavar="JSON",
-        help="of use_sparse_attention, for a model of transformers with dense attention (those in "
-        "its config.json, or the defaults)",
-    )
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ... (cpu)")
-    return parser
+MODEL = "folder of a model of transformers with its tokenizer, or .gguf file"
+SETTINGS = "of use_sparse_attention, for a dense model (those in its config.json, or the defaults)"
+OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("model", dict(metavar="MODEL", type=Path, help=MODEL)),
+    ("--text", dict(type=Path, required=True, metavar="FILE", help="text to read")),
+    ("--out", dict(type=Path, default=Path("view.html"), help="page (view.html)")),
+    ("--layers", dict(type=layer_list, help="layers to record, such as 0,3 or names (all)")),
+    ("--queries", dict(type=number, help="tokens to record, drawn at random (all)")),
+    ("--max-tokens", dict(type=number, default=4096, help="first tokens of the text (4096)")),
+    ("--settings", dict(type=json_object, metavar="JSON", help=SETTINGS)),
+    ("--device", dict(default="cpu", help="cpu, cuda, cuda:1 ... (cpu)")),
+)
 
 
 # of the options and the bytes of a text: the model, the ids of tokens and what each is in the text,
@@ -95,18 +76,18 @@ def load_pretrained(
 ) -> tuple[nn.Module, list[int], list[str], dict[str, Any]]:
     """A model of transformers, and the tokens of a text."""
     path, config = args.model, {}
-    if not (path.suffix == ".gguf" and path.is_file()):
-        if (file := path / "config.json").is_file():
-            try:
-                config = json.loads(file.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ValueError(f"{file} is broken: {error}") from None
-        if "model_type" not in config:
-            hint = ": python -m training.view shows a run of train_enwik8.py"
-            raise ValueError(
-                "MODEL must be a folder of a model of transformers with config.json, or a .gguf "
-                f"file, got {path}{hint if 'settings' in config else ''}"
-            )
+    is_gguf = path.suffix == ".gguf" and path.is_file()
+    if not is_gguf and (file := path / "config.json").is_file():
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} is broken: {error}") from None
+    if not is_gguf and "model_type" not in config:
+        hint = ": python -m training.view shows a run of train_enwik8.py"
+        raise ValueError(
+            "MODEL must be a folder of a model of transformers with config.json, or a .gguf file, "
+            f"got {path}{hint if 'settings' in config else ''}"
+        )
     from ..hf.viewing import load_viewed
 
     model, tokenizer = load_viewed(path, args.settings, args.device)
@@ -153,7 +134,14 @@ def main(
     argv: list[str] | None = None, load: Load = load_pretrained, program: str = PROGRAM
 ) -> None:
     """Exit status: 0, or 2 after bad input."""
-    parser = build_parser(program)
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage="%(prog)s MODEL --text FILE [options]",
+        description="Writes one HTML page: point at a token and see what it reads.",
+        allow_abbrev=False,
+    )
+    for name, options in OPTIONS:
+        parser.add_argument(name, **options)
     args = parser.parse_args(argv)
     try:
         run(args, load)

@@ -145,33 +145,17 @@ class Collection(dict[str, list[Reading]]):
         return agreement
 
 
-def check_queries(queries: Any) -> int | Tensor | None:
-    if queries is None:
-        return None
-    if not isinstance(queries, Tensor) or queries.ndim == 0:
-        return check_int("queries", queries, 1)
-    is_integer = queries.dtype in INDEX_DTYPES
-    if not is_integer or queries.ndim != 1 or not queries.numel() or queries.min() < 0:
-        raise ValueError(
-            "queries must be a number, positions [m] of at least 0 or None for all, "
-            f"got {shown(queries)}"
-        )
-    return queries.detach().cpu().long()
-
-
 def sample(queries: int | Tensor | None, seed: int, length: int) -> Tensor:
     """Positions [m] of queries in rows of `length` tokens, in order: the same for equal lengths."""
-    if queries is None:
-        return torch.arange(length)
-    if isinstance(queries, Tensor):
-        if int(queries.max()) >= length:
-            raise ValueError(
-                f"queries must be positions below {length}, the number of tokens, "
-                f"got {int(queries.max())}"
-            )
-        return queries
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(length, generator=generator)[:queries].sort().values
+    if not isinstance(queries, Tensor):
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randperm(length, generator=generator)[:queries]
+        return torch.arange(length) if queries is None else drawn.sort().values
+    if (last := int(queries.max())) >= length:
+        raise ValueError(
+            f"queries must be positions below {length}, the number of tokens, got {last}"
+        )
+    return queries
 
 
 def sparse_layers(model: Any, layers: Any) -> dict[str, SparseAttention]:
@@ -276,7 +260,17 @@ def collect(
             open `collect` records, or a position that a row does not have.
         NotImplementedError: while open, a call with a cache (decoding).
     """
-    queries, seed = check_queries(queries), check_int("seed", seed, 0, 2**63)
+    seed = check_int("seed", seed, 0, 2**63)
+    if isinstance(queries, Tensor) and queries.ndim:
+        is_right = queries.dtype in INDEX_DTYPES and queries.ndim == 1 and queries.numel() > 0
+        if not is_right or queries.min() < 0:
+            raise ValueError(
+                "queries must be a number, positions [m] of at least 0 or None for all, "
+                f"got {shown(queries)}"
+            )
+        queries = queries.detach().cpu().long()
+    elif queries is not None:
+        queries = check_int("queries", queries, 1)
     layer_by_name = sparse_layers(model, layers)
     for name, layer in layer_by_name.items():
         if layer.observer is not None:
@@ -287,14 +281,8 @@ def collect(
     eager = torch.compiler.set_stance("force_eager") if is_compiler_loaded else nullcontext()
     try:
         for name, layer in layer_by_name.items():
-            layer.observer = partial(
-                record,
-                name=name,
-                layer=layer,
-                readings=collection[name],
-                queries=queries,
-                seed=seed,
-            )
+            options: dict[str, Any] = dict(name=name, layer=layer, queries=queries, seed=seed)
+            layer.observer = partial(record, readings=collection[name], **options)
         with eager:
             yield collection
     finally:

@@ -43,53 +43,31 @@ def encode_shares(t: Tensor | None, power: float = 1.0) -> str | None:
     return encode(((t[0] ** power).nan_to_num().clamp(0, 1) * 255).round().to(torch.uint8))
 
 
-def encode_blocks(t: Tensor | None) -> str | None:
-    if t is None:
-        return None
-    if t.numel() and int(t.max()) >= EMPTY:
-        raise ValueError(
-            f"tokens must lie in fewer than {EMPTY} blocks, got block {int(t.max())}: take fewer "
-            "tokens"
-        )
-    return encode(torch.where(t[0] < 0, EMPTY, t[0]).to(torch.int32).to(torch.uint16))
-
-
 def layer_data(reading: Reading) -> dict[str, Any]:
     """What the page needs of a layer, for the first sequence of a batch."""
-    config = reading.config
-    has_window = "window" in config.branches
+    config, blocks = reading.config, reading.blocks
+    if blocks is not None:
+        last = int(blocks.max()) if blocks.numel() else 0
+        if last >= EMPTY:
+            raise ValueError(f"tokens must lie in fewer than {EMPTY} blocks, got block {last}")
+        blocks = torch.where(blocks < 0, EMPTY, blocks)[0].to(torch.int32).to(torch.uint16)
     return {
         "name": reading.layer or "layer",
         "heads": config.heads,
-        "ranks": 0 if reading.blocks is None else reading.blocks.shape[2],
+        "ranks": 0 if blocks is None else blocks.shape[1],
         "block": config.selection_block_size,
-        "window": config.sliding_window_size if has_window else None,
+        "window": config.sliding_window_size if "window" in config.branches else None,
         "causal": config.causal,
         "branches": list(config.branches),
         "kinds": list(reading.kinds),
         "dense": encode(reading.dense[0].to(torch.uint8)),
-        "blocks": encode_blocks(reading.blocks),
+        "blocks": None if blocks is None else encode(blocks),
         "mass": encode_shares(reading.block_mass, 0.5),
         "caught": encode_shares(reading.mass, 0.5),
         "window_mass": encode_shares(reading.window_mass, 0.5),
         "gates": encode_shares(reading.gates),
         "agreement": encode_shares(None if reading.scores is None else reading.agreement),
     }
-
-
-def check_tokens(tokens: Any, texts: Any) -> tuple[Tensor, list[str]]:
-    try:
-        ids = torch.as_tensor(tokens)
-    except (TypeError, ValueError, RuntimeError):
-        ids = torch.empty(0)
-    if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool or not len(ids):
-        raise ValueError(f"tokens must be ids [n] of one text, got {shown(tokens)}")
-    texts = list(texts)
-    if len(texts) != len(ids):
-        raise ValueError(f"texts must have a text for each of {len(ids)} tokens, got {len(texts)}")
-    if wrong := [text for text in texts if not isinstance(text, str)]:
-        raise ValueError(f"texts must be strings, got {shown(wrong[0])}")
-    return ids, texts
 
 
 def page(
@@ -119,11 +97,30 @@ def page(
     Raises:
         ValueError: arguments that do not match, or a model without sparse layers.
     """
-    ids, texts = check_tokens(tokens, texts)
-    if not isinstance(title, str):
-        raise ValueError(f"title must be a string, got {shown(title)}")
-    if not isinstance(model_kwargs, (Mapping, type(None))):
-        raise ValueError(f"model_kwargs must be a dict of arguments, got {shown(model_kwargs)}")
+    try:
+        ids = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError):
+        ids = torch.empty(0)
+    texts, is_id = list(texts), not ids.is_floating_point() and ids.dtype != torch.bool
+    strings = [text for text in texts if not isinstance(text, str)]
+    for is_right, told in (
+        (
+            ids.ndim == 1 and is_id and len(ids),
+            f"tokens must be ids [n] of one text, got {shown(tokens)}",
+        ),
+        (
+            len(texts) == ids.numel(),
+            f"texts must have a text for each of {ids.numel()} tokens, got {len(texts)}",
+        ),
+        (not strings, f"texts must be strings, got {shown(strings[:1])}"),
+        (isinstance(title, str), f"title must be a string, got {shown(title)}"),
+        (
+            isinstance(model_kwargs, (Mapping, type(None))),
+            f"model_kwargs must be a dict of arguments, got {shown(model_kwargs)}",
+        ),
+    ):
+        if not is_right:
+            raise ValueError(told)
     with (
         collect(model, queries, layers=layers, seed=seed) as seen,
         evaluating(model),

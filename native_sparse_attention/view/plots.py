@@ -17,15 +17,16 @@ BRANCH_COLORS = {"compressed": "#5b8c3e", "selected": "#de600e", "window": "#107
 DENSE_COLOR = "#8a8a84"
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """A figure of its own, which no window shows."""
+def new_figure(width: float, height: float) -> tuple[Figure, Any]:
+    """A figure that no window shows, and its axes."""
     try:
         from matplotlib.figure import Figure as Canvas
     except ImportError:
         raise ImportError(
             "pictures need matplotlib: pip install 'native-sparse-attention[plot]'"
         ) from None
-    return Canvas(figsize=(width, height), dpi=120, layout="constrained")
+    figure = Canvas(figsize=(width, height), dpi=120, layout="constrained")
+    return figure, figure.subplots()
 
 
 def readings_of(collection: Any, index: int) -> list[Reading]:
@@ -56,44 +57,41 @@ def plot_selection(reading: Reading, head: int = 0, *, sequence: int = 0) -> Fig
         raise ValueError(f"reading must be of a selected branch, got {config.branches}")
     head = check_int("head", head, 0, config.heads)
     sequence = check_int("sequence", sequence, 0, len(reading.positions))
-    figure = new_figure(7, 6)
+    figure, axes = new_figure(7, 6)
     from matplotlib.collections import LineCollection
-
-    axes = figure.subplots()
 
     s, length = config.selection_block_size, reading.length
     chosen = reading.blocks[sequence, :, head * reading.blocks.shape[2] // config.heads].tolist()
     mass = reading.block_mass[sequence, :, head]
-    strength = 0.25 + 0.75 * mass / mass.amax(dim=-1, keepdim=True).clamp(min=1e-9)
+    strength = (0.25 + 0.75 * mass / mass.amax(dim=-1, keepdim=True).clamp(min=1e-9)).tolist()
     positions = reading.positions[sequence].tolist()
-    # lines and their alphas by label
-    lines: dict[str, list[Any]] = {f"{kind} blocks": [] for kind in reading.kinds}
-    alphas: dict[str, list[float]] = {label: [] for label in lines}
-    colors = {f"{kind} blocks": color for kind, color in KIND_COLORS.items()}
-    for t, is_dense, slots, weights in zip(
-        positions, reading.dense[sequence].tolist(), chosen, strength.tolist(), strict=True
-    ):
+    colors = {kind: KIND_COLORS[kind] for kind in reading.kinds} | {"dense": DENSE_COLOR}
+    # lines and their alphas by kind
+    lines: dict[str, list[Any]] = {kind: [] for kind in colors}
+    alphas: dict[str, list[float]] = {kind: [] for kind in colors}
+    for i, t in enumerate(positions):
         last = t + 1 if config.causal else length
-        if is_dense:
-            lines.setdefault("all keys", []).append([(0, t), (last, t)])
-            alphas.setdefault("all keys", []).append(0.6)
-        for kind, block, weight in zip(reading.kinds, slots, weights, strict=True):
-            if block >= 0:
-                end = min((block + 1) * s, last)
-                lines[f"{kind} blocks"].append([(block * s, t), (end, t)])
-                alphas[f"{kind} blocks"].append(weight)
+        blocks = zip(reading.kinds, chosen[i], strength[i], strict=True)
+        slots = [(kind, c * s, c * s + s, alpha) for kind, c, alpha in blocks if c >= 0]
+        if reading.dense[sequence, i]:
+            slots.append(("dense", 0, last, 0.6))
+        for kind, first, end, alpha in slots:
+            lines[kind].append([(first, t), (min(end, last), t)])
+            alphas[kind].append(alpha)
     width = max(0.8, min(8.0, 300 / max(1, len(positions))))
-    for label, segments in lines.items():
-        color = colors.get(label, DENSE_COLOR)
-        options: dict[str, Any] = dict(colors=color, linewidths=width, capstyle="butt")
-        axes.add_collection(LineCollection(segments, alpha=alphas[label] or None, **options))
-        axes.plot([], [], color=color, linewidth=6, label=label)
+    for kind, segments in lines.items():
+        if kind == "dense" and not segments:
+            continue
+        options: dict[str, Any] = dict(colors=colors[kind], linewidths=width, capstyle="butt")
+        axes.add_collection(LineCollection(segments, alpha=alphas[kind] or None, **options))
+        label = "all keys" if kind == "dense" else f"{kind} blocks"
+        axes.plot([], [], color=colors[kind], linewidth=6, label=label)
     axes.set(
         xlim=(0, length), ylim=(length, 0), xlabel="key position (tokens)",
         ylabel="query position (tokens)",
         title=f"{reading.layer or 'layer'}, query head {head}: blocks of {s} tokens",
     )  # fmt: skip
-    if lines:
+    if axes.lines:
         axes.legend(frameon=False, loc="upper right")
     return figure
 
@@ -115,8 +113,7 @@ def plot_gates(collection: Collection, index: int = -1) -> Figure:
     readings = readings_of(collection, index)
     if all(reading.gates is None for reading in readings):
         raise ValueError("collection must have a layer with gates: one branch alone has none")
-    figure = new_figure(max(4.5, 1.5 + 0.6 * len(readings)), 4)
-    axes = figure.subplots()
+    figure, axes = new_figure(max(4.5, 1.5 + 0.6 * len(readings)), 4)
     for branch, color in BRANCH_COLORS.items():
         points = []
         for x, reading in enumerate(readings):
@@ -162,8 +159,7 @@ def plot_mass(collection: Collection, index: int = -1) -> Figure:
     masses = [one.mass.nanmean(dim=(0, 1)) for one in readings if one.mass is not None]
     table = torch.nn.utils.rnn.pad_sequence(masses, True, float("nan"))
     heads = table.shape[1]
-    figure = new_figure(2.8 + 0.5 * heads, 1.8 + 0.45 * len(readings))
-    axes = figure.subplots()
+    figure, axes = new_figure(2.8 + 0.5 * heads, 1.8 + 0.45 * len(readings))
     image = axes.imshow(100 * table.numpy(), cmap="viridis", vmin=0, vmax=100, aspect="auto")
     if table.numel() <= 256:
         for y, x in (~table.isnan()).nonzero().tolist():

@@ -153,7 +153,7 @@ def test_guesses_that_are_refused_leave_nothing(name, guess):
         assert generate(model, batch, **settings, **cache).equal(expected)
 
 
-@pytest.mark.slow(one_of=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["drop-in", "converted, ranked", "native, branches"])
 @torch.no_grad()
 def test_generate_compiles_one_graph(name):

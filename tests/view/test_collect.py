@@ -248,9 +248,7 @@ def test_agreement_of_layers():
         if these and those:
             shares.append(len(these & those) / len(these))
     assert agreement[1, 2].item() == pytest.approx(sum(shares) / len(shares), abs=1e-6)
-
-
-def test_a_layer_that_ranks_nothing_agrees_with_none():
+    # a layer that ranks nothing agrees with none
     model = small_model(sparse_attn_kwargs=SMALL | SETTINGS["one softmax"])
     model.layers[1][0].dense = True
     with collect(model) as seen:
@@ -295,7 +293,7 @@ def test_several_forwards_and_layers():
     assert list(by_number) == list(by_name) == [SECOND]
 
 
-def test_sampled_queries_are_rows_of_all():
+def test_sampled_queries_are_rows_of_all(monkeypatch):
     module, x = made("paper"), tokens()
     every, some = read(module, x), read(module, x, queries=9)
     at = some.positions[0]
@@ -313,15 +311,10 @@ def test_sampled_queries_are_rows_of_all():
     held = [t for t in vars(some).values() if isinstance(t, torch.Tensor)]
     assert all(t.device.type == "cpu" and not t.requires_grad for t in held)
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in held)
-
-
-def test_scores_are_formed_in_pieces(monkeypatch):
-    module, x = made("paper"), tokens()
-    whole = read(module, x)
     monkeypatch.setattr(measures, "MOST_SCORES", 1500)  # three queries at a time
     pieces = read(module, x)
-    torch.testing.assert_close(pieces.mass, whole.mass)
-    torch.testing.assert_close(pieces.scores, whole.scores, equal_nan=True)
+    torch.testing.assert_close(pieces.mass, every.mass)
+    torch.testing.assert_close(pieces.scores, every.scores, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["paper", "shared rankings", "one softmax, shared rankings",
@@ -379,17 +372,9 @@ class Block(nn.Module):
 def test_checkpointing_records_once(reentrant):
     stack, x = nn.Sequential(nn.Linear(DIM, DIM), Block(reentrant)), tokens()
     x.requires_grad_()
-    expected = grads(stack, stack(x), x) if not reentrant else None
     with collect(stack) as seen:
-        out = stack(x)
-        found = None
-        if reentrant:
-            out.sum().backward()
-        else:
-            found = grads(stack, out, x)
+        stack(x).sum().backward()
     assert list(seen) == ["1.inner.attention"] and len(seen["1.inner.attention"]) == 1
-    if not reentrant:
-        assert all(torch.equal(one, other) for one, other in zip(expected, found))
 
 
 def test_distributed_data_parallel(tmp_path):
@@ -424,13 +409,6 @@ def test_autocast_and_eval_mode():
     reading = seen.forward()[0]
     assert reading.mass.dtype == reading.gates.dtype == torch.float32
     assert 0 < reading.mass.mean() < 1
-
-
-def test_an_error_inside_closes_the_collector():
-    module = made("default")
-    with pytest.raises(KeyError), collect(module):
-        raise KeyError
-    assert module.observer is None
 
 
 @pytest.mark.gpu
@@ -473,27 +451,26 @@ def test_bad_arguments(kwargs, message):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match=r"model must be an nn.Module, got 3"), collect(3):
-        pass
-    with pytest.raises(ValueError, match="got Linear without one"), collect(nn.Linear(2, 2)):
-        pass
-    model = small_model()
+    for module, message in ((3, "must be an nn.Module, got 3"), (nn.Linear(2, 2), "got Linear")):
+        with pytest.raises(ValueError, match=message), collect(module):
+            pass
+    model, module, x = small_model(), made("default"), tokens()
     with collect(model, queries=torch.tensor([50])) as seen:
         with pytest.raises(ValueError, match="queries must be positions below 40"):
             model(IDS)
         with pytest.raises(ValueError, match="index must be a call that every layer has had"):
             seen.forward()
-    with collect(model) as seen:
-        for kwargs in (dict(cache=model.new_cache()), dict(return_cache=True)):
+    with collect(model) as seen, collect(module) as other:
+        for decode in (
+            lambda: model(IDS, cache=model.new_cache()),
+            lambda: model(IDS, return_cache=True),
+            lambda: model.sample(IDS, 45),
+            lambda: module(x, cache=KVCache()),
+        ):
             with pytest.raises(NotImplementedError, match="leave out the cache"):
-                model(IDS, **kwargs)
-        with pytest.raises(NotImplementedError, match="leave out the cache"):
-            model.sample(IDS, 45)
+                decode()
         assert not any(seen.values())
-    module, x = made("default"), tokens()
-    with collect(module) as seen:
-        with pytest.raises(NotImplementedError, match="leave out the cache"):
-            module(x, cache=KVCache())
         module(x)
+    assert module.observer is None
     with pytest.raises(ValueError, match="kind must be 'initial', 'ranked' or 'local'"):
-        seen.forward()[0].of_kind("far")
+        other.forward()[0].of_kind("far")

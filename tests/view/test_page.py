@@ -128,7 +128,7 @@ def test_four_thousand_tokens_take_less_than_five_megabytes():
     ("args", "kwargs", "message"),
     [
         ((TOKENS, ["a"]), {}, f"texts must have a text for each of {len(TOKENS)} tokens, got 1"),
-        (([1, 2], ["a", 3]), {}, "texts must be strings, got 3"),
+        (([1, 2], ["a", 3]), {}, "texts must be strings, got .3."),
         (([], []), {}, r"tokens must be ids \[n\]"),
         (([0.5], ["a"]), {}, r"tokens must be ids \[n\]"),
         (("bees", ["a"]), {}, r"tokens must be ids \[n\] of one text, got 'bees'"),

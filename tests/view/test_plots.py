@@ -73,24 +73,19 @@ def test_mass_by_layer_and_head(tmp_path):
 
 
 def test_what_cannot_be_drawn():
-    window = read("window alone")
-    with pytest.raises(ValueError, match="reading must be of a selected branch"):
-        plot_selection(window.forward()[0])
-    with pytest.raises(ValueError, match="collection must have a layer with a selected branch"):
-        plot_mass(window)
-    with pytest.raises(ValueError, match="collection must have a layer with gates"):
-        plot_gates(window)
-    (reading,) = read("paper").forward()
-    with pytest.raises(ValueError, match="head must be an integer of at least 0 and below 4"):
-        plot_selection(reading, 4)
-    with pytest.raises(ValueError, match="sequence must be an integer of at least 0 and below 2"):
-        plot_selection(reading, sequence=2)
-    with pytest.raises(ValueError, match="reading must be a Reading of collect, got 3"):
-        plot_selection(3)
-    with pytest.raises(ValueError, match="collection must be what collect gives, got 3"):
-        plot_mass(3)
-    with pytest.raises(ValueError, match="index must be a call that every layer has had"):
-        plot_gates(two_layers(), 1)
+    window, (reading,) = read("window alone"), read("paper").forward()
+    for draw, message in (
+        (lambda: plot_selection(window.forward()[0]), "reading must be of a selected branch"),
+        (lambda: plot_mass(window), "collection must have a layer with a selected branch"),
+        (lambda: plot_gates(window), "collection must have a layer with gates"),
+        (lambda: plot_selection(reading, 4), "head must be an integer of .* below 4"),
+        (lambda: plot_selection(reading, sequence=2), "sequence must be an integer .* below 2"),
+        (lambda: plot_selection(3), "reading must be a Reading of collect, got 3"),
+        (lambda: plot_mass(3), "collection must be what collect gives, got 3"),
+        (lambda: plot_gates(two_layers(), 1), "index must be a call that every layer has had"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            draw()
 
 
 def test_without_matplotlib(monkeypatch):

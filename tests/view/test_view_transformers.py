@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from native_sparse_attention import collect
 from native_sparse_attention.view import page, token_texts
 from native_sparse_attention.view.__main__ import main
 from tests.helpers.tiny_models import SPARSE, native, of_parts, tiny
@@ -131,6 +130,7 @@ def test_model_reads_what_the_drop_in_reads(settings, folder):
     """Its outputs are the same, and others than those of dense attention."""
     path = folder / ("drop-in" if settings is None else "dense")
     model, tokenizer = viewing.load_viewed(path, settings)
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and not model.training
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
     original = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
     dense = original(ids).logits
@@ -138,22 +138,6 @@ def test_model_reads_what_the_drop_in_reads(settings, folder):
     found = model(ids, use_cache=False).logits
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert (found - dense).abs().max() > 0.01
-
-
-@torch.no_grad()
-def test_page_has_the_blocks_of_the_model(folder, tmp_path):
-    """In fp32, and with the settings that the configuration keeps."""
-    out = tmp_path / "page.html"
-    assert call(folder, "drop-in", "--out", out) == 0
-    model, tokenizer = viewing.load_viewed(folder / "drop-in")
-    assert {p.dtype for p in model.parameters()} == {torch.float32} and not model.training
-    ids, texts = token_texts(tokenizer, TEXT)
-    with collect(model, None) as seen:
-        model(torch.tensor([ids]), use_cache=False)
-    (reading,) = seen.forward()
-    assert reading.config.importance == "probs" and reading.config.dense_length == 0
-    expected = page(model, ids, texts, model_kwargs=dict(use_cache=False))
-    assert content_of(out.read_text()) == content_of(expected)
 
 
 def test_options(folder, tmp_path, capsys):
@@ -165,17 +149,6 @@ def test_options(folder, tmp_path, capsys):
     assert len(data["texts"]) == 30 and len(data["positions"]) == 7
     assert TEXT.startswith(shown(data["texts"]))
     assert [layer["name"] for layer in data["layers"]] == ["model.layers.1.self_attn.attention"]
-
-
-def test_a_part_of_a_long_text_is_read(folder, tmp_path, capsys):
-    """As the whole of it would be."""
-    out, long = tmp_path / "page.html", tmp_path / "long"
-    long.write_text(" " * 500 + TEXT * 100)
-    args = ("--text", long, "--out", out, "--max-tokens", 5)
-    assert command(folder / "native", *args) == 0
-    _, texts = token_texts(byte_level(), long.read_text())
-    assert len(texts) > 1000 and "5 tokens, the first of" in capsys.readouterr().out
-    assert content_of(out.read_text())["texts"] == texts[:5]
 
 
 def test_dense_attention_by_default_is_told(folder, tmp_path, capsys):
@@ -202,6 +175,7 @@ def test_dense_attention_by_default_is_told(folder, tmp_path, capsys):
         ("wide", (), "got none of the size of model.layers.0.mlp."),
         ("typed", (), "typed cannot be loaded: Validation error for field 'hidden_size'"),
         ("empty", (), "no file named model.safetensors"),
+        ("broken.gguf", (), "broken.gguf"),
         ("dense", ("--settings", '{"bees": 1}'), "unexpected keyword argument 'bees'"),
         ("dense", ("--settings", '{"dense_length": -1}'), "dense_length must be"),
         ("dense", ("--settings", "bees"), "argument --settings: must be a JSON object"),
@@ -266,14 +240,6 @@ def test_gguf_file(folder, tmp_path, capsys):
     assert [one["blocks"] for one in data["layers"]] == [
         one["blocks"] for one in expected["layers"]
     ]
-
-
-def test_broken_gguf_file(folder, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    monkeypatch.chdir(tmp_path)
-    assert call(folder, "broken.gguf") == 2
-    assert "broken.gguf" in told_error(capsys)
 
 
 def test_without_transformers(folder):
