@@ -34,7 +34,7 @@ from .settings import (
     KEY,
     NAME,
     REPLACED,
-    drop_in_config,
+    drop_in_settings,
     kept_settings,
     layer_config,
 )
@@ -100,8 +100,10 @@ def attention(
     L: Any = S if mask is None else mask.length
     if isinstance(L, int) and S > L:  # a static cache is longer than its sequences
         k, v, S = k[:, :L], v[:, :L], L
-    config, backend = drop_in_config(module.config, scale=scaling, soft_cap=softcap)
-    is_dense = not is_window and dense_up_to(config) >= S
+    settings = drop_in_settings(module.config)
+    backend, dense_length = settings.pop("backend"), settings["dense_length"]
+    s, d = settings["selection_block_size"], settings["compress_block_sliding_stride"]
+    is_dense = not is_window and dense_up_to(settings) >= S
 
     held: Tensor | None = key  # with which a cache may keep compressed keys
     # queries are at positions `starts` + 0, 1, .., none of them before `least`
@@ -119,46 +121,38 @@ def attention(
         k, v = (varlen.pick(t, varlen.real_first(mask.tokens)) for t in (k, v))
         q = varlen.pick(q, order)
     elif mask is not None and mask.has_rows:
-        layout = mask.once(
-            NSAMask.layout, 1 if is_window else max(config.selection_block_size, config.d)
-        )
+        layout = mask.once(NSAMask.layout, 1 if is_window else max(s, d))
         q, k, v = (layout.spread(t) for t in (q, k, v))
         held, documents = None, layout.documents
     elif isinstance(starts, Tensor):
         starts = starts.expand(B).long().contiguous()
-        least = config.dense_length if mask is not None and mask.past_dense_length else 0
+        least = dense_length if mask is not None and mask.past_dense_length else 0
     else:
         least = starts
 
     is_first = isinstance(starts, int) and starts == 0
     if sliding_window is not None:
-        config = config.but(branches=("window",), sliding_window_size=sliding_window - 1)
+        settings |= dict(dense_length=0, sliding_window_size=sliding_window - 1)
     elif is_dense:
-        config = config.but(num_selected_blocks=0, selection_stride=1, dense_length=sys.maxsize)
-    elif config.selection_stride > 1 and not is_first:
+        settings |= dict(num_selected_blocks=0, selection_stride=1, dense_length=sys.maxsize)
+    elif settings["selection_stride"] > 1 and not is_first:
         raise ValueError(
-            f"selection_stride must be 1 to decode, got {config.selection_stride}: caches of "
+            f"selection_stride must be 1 to decode, got {settings['selection_stride']}: caches of "
             "transformers keep no ranking of earlier tokens"
         )
-    elif least >= config.dense_length:
-        config = config.but(dense_length=0)
+    elif least >= dense_length:
+        settings["dense_length"] = 0
+    config = AttentionConfig.unchecked(
+        **settings, branches=("window",) if is_window else ("selected",), causal=True,
+        scale=scaling, soft_cap=softcap,
+    )  # fmt: skip
     ck = None if is_window else compressed_keys(k, config, documents, held)
     call = Call(q, k, v, ck, q_offset=starts, documents=documents)
     call = call if sinks is None else call.but(sinks=sinks[None])
-    has_kernels = backend == "triton" or (backend == "auto" and q.is_cuda)
-    if (
-        has_kernels
-        and not (is_window or is_dense or is_first)
-        and not why_not(
-            "decode_attention",
-            q,
-            k,
-            v,
-            config=config,
-            others=(ck,),
-            dense_length=config.dense_length,
-        )
-    ):
+    is_step = backend == "triton" or (backend == "auto" and q.is_cuda)
+    is_step = is_step and not (is_window or is_dense or is_first)
+    facts: dict[str, Any] = dict(config=config, others=(ck,), dense_length=config.dense_length)
+    if is_step and not why_not("decode_attention", q, k, v, **facts):
         if isinstance(starts, int):
             starts = torch.full((B,), starts, device=q.device, dtype=torch.int32)
         counters = decode.workspace(B, k.shape[2], q.device)
@@ -237,14 +231,15 @@ def compressed_keys(
     return windows_of(k.transpose(1, 2), l, d, True, documents).mean(dim=-2).transpose(1, 2)
 
 
-def dense_up_to(config: AttentionConfig) -> int:
+def dense_up_to(settings: Mapping[str, Any]) -> int:
     """Queries of sequences of up to so many tokens attend to all that they may see."""
-    s = config.selection_block_size
+    length: int = settings["dense_length"]
+    s, d = settings["selection_block_size"], settings["compress_block_sliding_stride"]
     # blocks whose windows end later are no candidates; gradients of scores need the ranking
-    if config.num_local_blocks == 0 or config.d > s or config.use_diff_topk:
-        return config.dense_length
-    n = config.num_initial_blocks + config.num_local_blocks + config.num_selected_blocks
-    return max(config.dense_length, s * n)
+    if settings["num_local_blocks"] == 0 or d > s or settings["use_diff_topk"]:
+        return length
+    names = ("num_initial_blocks", "num_local_blocks", "num_selected_blocks")
+    return max(length, s * sum(settings[name] for name in names))
 
 
 # switching a model

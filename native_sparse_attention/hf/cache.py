@@ -21,7 +21,7 @@ from ..cache.kv_cache import KVCache
 from ..checks.scalars import check_int, shown
 from ..compress import unfold, windows_of
 from .mask import NSAMask
-from .settings import drop_in_config
+from .settings import drop_in_settings
 
 # least spare capacity of storage in tokens; else an eighth of those that are there
 LEAST_SPARE = 64
@@ -44,8 +44,8 @@ def window_sizes(config: Any) -> tuple[int, int]:
     """Tokens of a window of the compressed keys, and from window to window, by `model.config`."""
     if not isinstance(config, PreTrainedConfig):
         raise ValueError(f"config must be model.config, got {shown(config)}")
-    settings, _ = drop_in_config(config.get_text_config(decoder=True))
-    return settings.compress_block_size, settings.d
+    settings = drop_in_settings(config.get_text_config(decoder=True))
+    return settings["compress_block_size"], settings["compress_block_sliding_stride"]
 
 
 class SparseLayer(DynamicLayer):

@@ -19,7 +19,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from .. import varlen
 from ..checks.scalars import shown
-from .settings import KEY, drop_in_config
+from .settings import KEY, drop_in_settings
 
 HINT = (
     "give attention_mask [B, S], 1 for tokens and 0 for padding, or position_ids that begin at 0 "
@@ -219,7 +219,7 @@ def nsa_mask(
         if tokens is not None:
             return NSAMask(length, tokens & (key < length))
         counts = not tracing and getattr(config, KEY, None) is not None
-        is_past = counts and int(q_offset) >= drop_in_config(config)[0].dense_length
+        is_past = counts and int(q_offset) >= drop_in_settings(config)["dense_length"]
         return NSAMask(length, past_dense_length=is_past)
     L = int(q_offset) + T
     if tokens is None:

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..checks.keywords import check_keywords
 from ..checks.scalars import TOO_LARGE, shown
-from ..config import AttentionConfig, NSAConfig
+from ..config import NSAConfig
 
 # the name of the attention implementation
 NAME = "nsa"
@@ -102,15 +102,10 @@ def kept_settings(config: NSAConfig, names: Iterable[str]) -> dict[str, Any]:
     return {n: [*value] if n == "branches" else value for n, value in values.items()}
 
 
-def drop_in_config(config: Any, **values: Any) -> tuple[AttentionConfig, str]:
-    """The settings of a layer under "nsa" that a model's configuration keeps, `values` in their
-    place; and the backend."""
+def drop_in_settings(config: Any) -> dict[str, Any]:
+    """The settings of layers under "nsa" that a model's configuration keeps, or defaults."""
     kept = getattr(config, KEY, None) or {}
-    settings = {name: kept.get(name, value) for name, value in DEFAULTS.items()}
-    backend = settings.pop("backend")
-    return AttentionConfig.unchecked(
-        branches=("selected",), causal=True, **settings | values
-    ), backend
+    return {name: kept.get(name, value) for name, value in DEFAULTS.items()}
 
 
 @contextmanager
