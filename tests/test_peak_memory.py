@@ -15,6 +15,7 @@ from benchmarks import common
 from native_sparse_attention.kernels.common import sm90
 
 SCRIPT = Path(__file__).parent / "scripts" / "peak_memory.py"
+MOST_MEMORY = 1.5  # times that of dense attention
 LENGTHS = (1024, 8192, 65536)
 CASES = [
     f"{T}:{heads}:{stride}"

@@ -24,7 +24,7 @@ from ..compat.sdpa import sdpa
 from ..compress import windows_of
 from ..config import AttentionConfig, NSAConfig
 from ..ops import branches, decode, dispatch
-from ..ops.call import Call
+from ..ops.call import Call, DecodeInputs
 from ..ops.triton.backend import why_not
 from .cache import kept_means
 from .mask import NSAMask, check_layers, layer_types, nsa_mask, read_mask
@@ -156,8 +156,8 @@ def attention(
         if isinstance(starts, int):
             starts = torch.full((B,), starts, device=q.device, dtype=torch.int32)
         counters = decode.workspace(B, k.shape[2], q.device)
-        tensors = dict(q=q, k=k, v=v, ck=ck, lengths=starts, counts=counts, sinks=call.sinks)
-        out = decode.run_decode_kernels(config, counters, None, **tensors)
+        step = DecodeInputs(q, k, v, starts, ck, counts=counts, sinks=call.sinks, counters=counters)
+        out = decode.run_decode_kernels(config, step)
     else:
         op = "sliding_window_attention" if is_window else "native_sparse_attention"
         name = dispatch.choose(backend, op, q, k, v=v, q_offset=starts, config=config)

@@ -131,9 +131,9 @@ def test_kernels_give_what_eager_gives(monkeypatch):
     use_sparse_attention(model, **settings, backend="triton")
     steps, run_decode_kernels = [], attention.decode.run_decode_kernels
 
-    def decode(*args, **kwargs):
-        steps.append(kwargs["q"].shape[1])
-        return run_decode_kernels(*args, **kwargs)
+    def decode(config, call):
+        steps.append(call.q.shape[1])
+        return run_decode_kernels(config, call)
 
     monkeypatch.setattr(attention.decode, "run_decode_kernels", decode)
     close(step_by_step(model, texts[1], 39, dynamic(model)), alone[1])
