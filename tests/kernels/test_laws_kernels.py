@@ -60,7 +60,6 @@ def small_problems():
             (
                 "flash_sm90",
                 "union_sm90",
-                "key_major_dq_sm90",
                 "softmax_mass_sm90",
             ),
             True,

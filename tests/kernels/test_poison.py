@@ -148,7 +148,6 @@ def test_the_same_bits(case, heads, dtype, T):
             (
                 "flash_sm90",
                 "union_sm90",
-                "key_major_dq_sm90",
                 "softmax_mass_sm90",
             ),
             True,

@@ -72,12 +72,7 @@ CASES = {
     ),
     "shared blocks of lists": (8, 2, 4, "probs", 1, {**GLUON, "union_sm90": True,
     "softmax_mass_sm90": True}), "united lists": (32, 2, 1, "logits", 16, {**GLUON,
-    "union_sm90": False, "union": UNION}), "united lists, dq by block": (
-        32, 2, 1, "probs", 16, {**GLUON, "union_sm90": False, "key_major_dq_sm90": True,
-        "union": UNION}
-    ),
-    "dq by block": (16, 1, 1, "probs", 1, {**GLUON, "softmax_mass_sm90": True,
-    "key_major_dq_sm90": True}), "a tile a list": (32, 2, 4, "logits", 1, GLUON),
+    "union_sm90": False, "union": UNION}), "a tile a list": (32, 2, 4, "logits", 1, GLUON),
     "pairs": (8, 2, 1, "logits", 1, GLUON),
     "pairs of alike neighbours": (8, 2, 1, "probs", 16, {**GLUON, "softmax_mass_sm90": True}),
     "pairs of one head": (2, 2, 1, "logits", 1, GLUON),
@@ -103,13 +98,13 @@ def test_many_runs_by_spans(heads, monkeypatch):
     setting = small(*heads)
     of_spans = {64: csr.Budget(setting.n / 3, 1)}
     monkeypatch.setattr(csr, "BUDGETS", dict.fromkeys(csr.BUDGETS, of_spans))
-    for name in ("MIN_TOKENS", "MIN_DQ_TILE_ROWS", "FEW_SELECTIONS"):
+    for name in ("MIN_TOKENS", "MIN_DQ_TILE_ROWS"):
         monkeypatch.setattr(csr, name, 1)
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 2)
     monkeypatch.setattr(launch, "WORK_TILE_ROWS", 1024)
     tensors, d_out = draw(setting, B=2)
-    within, settings = {**GLUON, "key_major_dq_sm90": True}, layer_settings(setting)
-    assert runs_that_differ(lambda: layer(tensors, d_out, within, **settings), 200) == 0
+    settings = layer_settings(setting)
+    assert runs_that_differ(lambda: layer(tensors, d_out, GLUON, **settings), 200) == 0
 
 
 @pytest.mark.parametrize("others", [{"recompute": True}, {"selection_stride": 4}], ids=str)

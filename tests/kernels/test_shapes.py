@@ -22,7 +22,6 @@ IN_TRITON = dict.fromkeys(
     (
         "flash_sm90",
         "key_major_sm90",
-        "key_major_dq_sm90",
         "union_sm90",
         "softmax_mass_sm90",
     ),

@@ -24,6 +24,8 @@ from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.kernels import compress_mean, rotary
 from native_sparse_attention.kernels.common import launch, sm90
 from native_sparse_attention.kernels.decode import persistent, read_all
+from native_sparse_attention.kernels.selected import query_major
+from native_sparse_attention.kernels.selected.inputs import Inputs
 from native_sparse_attention.ops.call import Call as LayerCall
 from native_sparse_attention.ops.call import DecodeInputs
 from native_sparse_attention.ops.triton import backend as triton_backend
@@ -35,7 +37,6 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 # what a launch of few tokens does not take by itself
 ON_A_HOPPER = {
     "flash_sm90": True,
-    "key_major_dq_sm90": True,
     "softmax_mass_sm90": True,
     "union_sm90": True,
     "union": launch.UnionRule(4, 1.6, least=0),
@@ -128,7 +129,7 @@ def compile_only(capability: int) -> None:
     JITFunction.run = compiled
     driver.set_active(Driver(capability))
     if capability < 90:
-        launch.tma_descriptor = lambda *_: None
+        launch.supports_tma = lambda *_: False
     elif sm90.triton_is_known():
         sm90.available = lambda *_: True
         sm90.multiprocessors = lambda *_: 132
@@ -179,6 +180,15 @@ def branches(dtype, heads=(4, 2, 64, 64), S=200, sizes=(16, 128), num_local=0, g
             num_local_blocks=num_local, causal=True, q_offset=0,
         )  # fmt: skip
         out.sum().backward()
+
+
+def gated_rows(dtype, G, stride, D=128, S=250):
+    """The query-major forward with float32 gates of slots; the last block is partial."""
+    q, k = torch.zeros(1, S, G, D).to(dtype), torch.zeros(1, S, 1, D).to(dtype)
+    block_indices = torch.zeros(1, S, 1, 13, dtype=torch.int32)
+    gates = torch.ones(block_indices.shape)
+    selection = launch.Selection(block_indices, 64, 1, 2, True, gates=gates, stride=stride)
+    query_major.forward(Inputs(q, k, k, selection, 0.1))
 
 
 def step(dtype, heads, T=1, page=0, B=16, counted=False, one_softmax=False, **settings):
@@ -346,6 +356,8 @@ if __name__ == "__main__":
     if not some or "selected" in some:
         branches(torch.bfloat16, gated=True)
         branches(torch.float16, (16, 1, 64, 64), gated=True)
+        for G, stride in ((16, 1), (16, 4), (64, 1)):
+            gated_rows(torch.bfloat16, G, stride)
         for width in (128, 256):  # as many heads as this GPU holds
             most = max(
                 group

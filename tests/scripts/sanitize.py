@@ -209,8 +209,8 @@ def alike() -> None:
     with launch.using({"union": launch.UnionRule(4, 1.1, least=0)}):
         lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
         selection = launch.Selection(lists, 5, 0, 0, True)
-        some, cost = union.allocate_unions(selection, 12, DTYPE)
-        union.write_unions(selection, some, cost, union.allocate(selection, 8, 4))
+        some = union.allocate_unions(selection, 12, DTYPE)
+        union.write_unions(selection, some, union.allocate(selection, 8, 4))
         q, k, v = (draw(2, 19, heads, 24) for heads in (12, 1, 1))
         lists = torch.tensor([2, 0, 1], device=DEVICE, dtype=torch.int32)
         lists = lists.expand(2, 19, 1, 3).clone()
@@ -223,9 +223,7 @@ def alike() -> None:
 
 def hopper() -> None:
     """Neighbours that chose differently: blocks read once for all of them, some of them united."""
-    tried = dict.fromkeys(
-        ("flash_sm90", "union_sm90", "key_major_dq_sm90", "softmax_mass_sm90"), True
-    )
+    tried = dict.fromkeys(("flash_sm90", "union_sm90", "softmax_mass_sm90"), True)
     tried["union"] = launch.UnionRule(4, 1.1, least=0)
     with launch.using(tried):
         for heads, T in (

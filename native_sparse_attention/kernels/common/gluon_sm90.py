@@ -110,9 +110,8 @@ def rows_of(
 
 @gluon.jit
 def finish(
-    acc, m, l, out, lse, combine_cmp, combine_win, combine_gates, layer_out, b, r, token, T, R,
-    g_b, g_t, g_h, g_3, G: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr,
-    ADD: gl.constexpr, COMBINE: gl.constexpr,
+    acc, m, l, out, lse, combine, b, r, token, T, R, G: gl.constexpr, GROUP: gl.constexpr,
+    WARPS: gl.constexpr, ADD: gl.constexpr, COMBINE: gl.constexpr,
 ):  # fmt: skip
     """Write out and lse of a tile that begins at `token`. ADD combines them with the stored out and
     lse of other keys. COMBINE also writes the layer's output."""
@@ -131,13 +130,14 @@ def finish(
         stored_out = gl.load(out + at, mask=there, other=0.0)
     if COMBINE:
         i = gl.arange(0, M, ROW)
-        gate = combine_gates + b.to(gl.int64) * g_b + (token + i // GROUP).to(gl.int64) * g_t
-        gate += (r * G + i % GROUP).to(gl.int64) * g_h
+        gate = combine.gates + b.to(gl.int64) * combine.b
+        gate += (token + i // GROUP).to(gl.int64) * combine.t
+        gate += (r * G + i % GROUP).to(gl.int64) * combine.h
         gate_cmp = gl.load(gate, mask=real, other=0.0).to(gl.float32)
-        gate_sel = gl.load(gate + g_3, mask=real, other=0.0).to(gl.float32)
-        gate_win = gl.load(gate + 2 * g_3, mask=real, other=0.0).to(gl.float32)
-        cmp = gl.load(combine_cmp + at, mask=there, other=0.0)
-        win = gl.load(combine_win + at, mask=there, other=0.0)
+        gate_sel = gl.load(gate + combine.branch, mask=real, other=0.0).to(gl.float32)
+        gate_win = gl.load(gate + 2 * combine.branch, mask=real, other=0.0).to(gl.float32)
+        cmp = gl.load(combine.cmp + at, mask=there, other=0.0)
+        win = gl.load(combine.win + at, mask=there, other=0.0)
 
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
@@ -159,4 +159,4 @@ def finish(
     if COMBINE:
         x = gate_sel[:, None] * acc + gate_cmp[:, None] * cmp.to(gl.float32)
         x += gate_win[:, None] * win.to(gl.float32)
-        gl.store(layer_out + at, x.to(layer_out.dtype.element_ty), mask=there)
+        gl.store(combine.out + at, x.to(combine.out.dtype.element_ty), mask=there)

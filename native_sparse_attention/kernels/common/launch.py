@@ -11,15 +11,15 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...varlen import Documents
-from .overrides import requested_sizes
-from .primitives import BEHIND, EVERYTHING
+from .overrides import current, requested_sizes
+from .primitives import BEHIND, EVERYTHING, Strided
 from .tile_configs import (
     ARCHITECTURES,
     ELSEWHERE,
@@ -114,6 +114,26 @@ def architecture() -> Architecture:
     return ARCHITECTURES.get(capability(torch.cuda.current_device()), ELSEWHERE)
 
 
+def tuning() -> tuple[Any, ...]:
+    """What tile configs depend on besides a problem; part of the key of a cached plan."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    return device, tuple(override.items()), tuple(current.get({}).items())
+
+
+class Layout(NamedTuple):
+    """What a plan depends on of a tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    is_aligned: bool
+
+
+def layout(t: Tensor) -> Layout:
+    return Layout(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0)
+
+
 def row(table: dict[int, Any], size: int) -> Any:
     """The first row of a table whose limit is at least `size`."""
     return next(found for limit, found in table.items() if size <= limit)
@@ -148,9 +168,12 @@ def flash_tile(
 
 def wide(*tensors: Tensor) -> bool:
     """Whether an offset into one of the tensors needs 64 bits."""
-    last = (
-        sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) for t in tensors
-    )
+    return has_wide_offsets(*map(layout, tensors))
+
+
+def has_wide_offsets(*layouts: Layout) -> bool:
+    """Whether an offset into a tensor of one of these layouts needs 64 bits."""
+    last = (sum((n - 1) * step for n, step in zip(t.shape, t.stride, strict=True)) for t in layouts)
     return max(last) >= 1 << 31
 
 
@@ -182,16 +205,28 @@ def tiles_per_program(groups: int, members: int, seldom: bool = False) -> int:
     return 1 << min(max(1, groups // programs), most).bit_length() - 1
 
 
-def tma_descriptor(t: Tensor, rows: int) -> TensorDescriptor | None:
-    """A TMA descriptor of t [B N K D] with boxes of `rows` positions of one head; None where the
-    GPU has no TMA or it cannot load t."""
-    if t.is_cuda and capability(t.device.index) < (9, 0):
-        return None
-    size = t.element_size()
-    aligned = t.data_ptr() % 16 == 0 and all(n > 0 and n * size % 16 == 0 for n in t.stride()[:3])
-    if t.stride(-1) != 1 or not aligned or 0 in t.shape or rows > MAX_BOX_ROWS:
-        return None
+def supports_tma(*layouts: Layout) -> bool:
+    """Whether the GPU has TMA and can load tensors [B N K D] of all layouts by it."""
+    device = layouts[0].device
+    if device.type == "cuda" and capability(device.index) < (9, 0):
+        return False
+    return all(
+        t.is_aligned
+        and t.stride[-1] == 1
+        and all(n > 0 and n * t.dtype.itemsize % 16 == 0 for n in t.stride[:3])
+        and 0 not in t.shape
+        for t in layouts
+    )
+
+
+def box(t: Tensor, rows: int) -> TensorDescriptor:
+    """A TMA descriptor of t [B N K D] with boxes of `rows` positions of one head."""
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, 1, padded(t.shape[-1])])
+
+
+def tma_descriptor(t: Tensor, rows: int) -> TensorDescriptor | None:
+    """`box(t, rows)`; None where TMA cannot load t."""
+    return box(t, rows) if rows <= MAX_BOX_ROWS and supports_tma(layout(t)) else None
 
 
 def key_major_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> TileConfig:
@@ -265,6 +300,25 @@ def backward_bytes(group: int, width: int) -> int:
 # argument groups
 
 
+class RangeFacts(NamedTuple):
+    """What a plan depends on of a KV range."""
+
+    kind: int
+    reach: int
+    stride: int
+    floor: int
+    unit: int
+    causal_prefix: bool
+    has_starts: bool
+    has_documents: bool
+    has_cap: bool
+
+    @property
+    def wide(self) -> bool:
+        """Whether the range reaches beyond a window around the query."""
+        return self.kind in (BEHIND.value, EVERYTHING.value) or self.reach == UNLIMITED
+
+
 @dataclass(frozen=True)
 class KVRange:
     """The range of keys that each query sees in a branch.
@@ -284,9 +338,16 @@ class KVRange:
     soft_cap: float | None = None
 
     @property
+    def facts(self) -> RangeFacts:
+        return RangeFacts(
+            self.kind, self.reach, self.stride, self.floor, self.unit, self.causal_prefix,
+            self.starts is not None, self.documents is not None, self.soft_cap is not None,
+        )  # fmt: skip
+
+    @property
     def wide(self) -> bool:
         """Whether the range reaches beyond a window around the query."""
-        return self.kind in (BEHIND.value, EVERYTHING.value) or self.reach == UNLIMITED
+        return self.facts.wide
 
 
 def bounds(documents: Documents | None) -> dict[str, Any]:
@@ -294,13 +355,6 @@ def bounds(documents: Documents | None) -> dict[str, Any]:
     if documents is None:
         return dict(doc_first=None, doc_last=None, DOCUMENTS=False)
     return dict(doc_first=documents.first, doc_last=documents.last, DOCUMENTS=True)
-
-
-def ends(selection: Selection) -> dict[str, Any]:
-    """Kernel arguments of the documents' ends; a causal query never reaches the end."""
-    if selection.documents is None or selection.causal:
-        return dict(doc_last=None, ENDS=False)
-    return dict(doc_last=selection.documents.last, ENDS=True)
 
 
 class Accumulator:
@@ -330,6 +384,11 @@ def cap(soft_cap: float | None, *, in_log2: bool = True) -> dict[str, Any]:
     if soft_cap is None:
         return dict(cap=0.0, CAP=False)
     return dict(cap=float(soft_cap) * (LOG2_E if in_log2 else 1.0), CAP=True)
+
+
+def strided(t: Tensor) -> Strided:
+    """t [B N H D] as one kernel argument."""
+    return Strided(t, *t.stride()[:3])
 
 
 def strides(name: str, t: Tensor | None, axes: str) -> dict[str, int]:
@@ -371,21 +430,6 @@ class CombineInputs:
     win: Tensor
     gates: Tensor
     out: Tensor
-
-
-def combine_arguments(combine_inputs: CombineInputs | None) -> dict[str, Any]:
-    """Kernel arguments of the combination."""
-    tensors = (
-        (None,) * 4
-        if combine_inputs is None
-        else (combine_inputs.cmp, combine_inputs.win, combine_inputs.gates, combine_inputs.out)
-    )
-    names = ("combine_cmp", "combine_win", "combine_gates", "layer_out")
-    return dict(
-        zip(names, tensors, strict=True),
-        **strides("g", None if combine_inputs is None else combine_inputs.gates, "bth3"),
-        COMBINE=combine_inputs is not None,
-    )
 
 
 @dataclass(frozen=True)

@@ -133,11 +133,16 @@ def narrow(x, WIDE: tl.constexpr):
 
 
 @triton.jit
-def load_rows(base, offsets, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask):
-    """Rows [M, BLOCK] that begin at `base + offsets`; zeros where mask is False and past WIDTH."""
+def load_rows(
+    base, offsets, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask, ONCE: tl.constexpr = False
+):  # fmt: skip
+    """Rows [M, BLOCK] that begin at `base + offsets`; zeros where mask is False and past WIDTH.
+    With ONCE the cache evicts them first."""
     d = tl.arange(0, BLOCK)
     inside = mask[:, None] if WIDTH == BLOCK else mask[:, None] & (d[None] < WIDTH)
-    return tl.load(base + offsets[:, None] + d[None], mask=inside, other=0.0)
+    at = base + offsets[:, None] + d[None]
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
+    return tl.load(at, mask=inside, other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -158,11 +163,16 @@ def load_keys(
 
 
 @triton.jit
-def store_rows(base, offsets, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask):
-    """Write rows [M, BLOCK], up to WIDTH, to `base + offsets` where mask is True."""
+def store_rows(
+    base, offsets, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask, ONCE: tl.constexpr = False
+):  # fmt: skip
+    """Write rows [M, BLOCK], up to WIDTH, to `base + offsets` where mask is True. With ONCE the
+    cache evicts them first."""
     d = tl.arange(0, BLOCK)
     inside = mask[:, None] if WIDTH == BLOCK else mask[:, None] & (d[None] < WIDTH)
-    tl.store(base + offsets[:, None] + d[None], value.to(base.dtype.element_ty), mask=inside)
+    at = base + offsets[:, None] + d[None]
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
+    tl.store(at, value.to(base.dtype.element_ty), mask=inside, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -283,12 +293,15 @@ def joined(acc, m, l, other_acc, other_m, other_l):
 
 @triton.jit
 def store_softmax(out, lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constexpr, real):
-    """Write out and lse of a running softmax; lse in natural units, -inf for an empty row."""
+    """Write out and lse of a running softmax; lse in natural units, -inf for an empty row. Returns
+    out [M, E] in float32."""
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
-    store_rows(out, row * E, acc * (1.0 / l)[:, None], E, BLOCK_E, real)
+    acc *= (1.0 / l)[:, None]
+    store_rows(out, row * E, acc, E, BLOCK_E, real)
     log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
     tl.store(lse + row, log, mask=real)
+    return acc
 
 
 @triton.jit

@@ -4,7 +4,7 @@ query-major (`query_major.py`), key-major (`key_major.py`), or as unions of neig
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections import namedtuple
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .. import combine
 from ..common import launch, sm90, streams
-from ..common.key_norms import key_norms
 from ..common.launch import (
     Accumulator,
     BackwardInputs,
@@ -59,7 +58,7 @@ def append_initial_blocks(selection: Selection) -> Selection:
 
 def forced_blocks(inputs: Inputs) -> dict[str, Any] | None:
     """Keys, values, KV range and prefix of the forced blocks; None without forced blocks."""
-    _q, k, v, selection, _scale = inputs
+    k, v, selection = inputs.k, inputs.v, inputs.selection
     s = selection.s
     query_args: dict[str, Any] = dict(
         start=selection.start, starts=selection.starts, documents=selection.documents,
@@ -90,30 +89,34 @@ def forced_blocks_in_window(
     return (None, None) if forced is None else (forced["prefix"], forced["kv_range"])
 
 
+# compile-time settings of the kernel below; CAUSAL queries have `num_local` forced blocks
+ValidIndices = namedtuple(
+    "ValidIndices", "R s num_initial num_local CAUSAL RAGGED DOCUMENTS SLOTS BLOCK_M"
+)
+
+
 @triton.jit(do_not_specialize=["ROWS", "T", "start", "C"])
 def nsa_selected_valid_indices(
-    block_indices, valid, starts, start, doc_first, doc_last, ROWS, T, R, n, s, C, num_initial,
-    num_local, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    block_indices, valid, starts, doc_first, doc_last, ROWS, T, start, C, n, F: tl.constexpr
 ):  # fmt: skip
     """One program: M rows of n block indices. Replaces an index by -1 if its block does not exist,
     is forced, lies in the query's future, or is in an earlier slot."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    slot = tl.arange(0, SLOTS)
+    row = tl.program_id(0).to(tl.int64) * F.BLOCK_M + tl.arange(0, F.BLOCK_M)
+    slot = tl.arange(0, F.SLOTS)
     real = (row < ROWS)[:, None] & (slot < n)[None]
     c = tl.load(block_indices + row[:, None] * n + slot[None], mask=real, other=-1)
-    bt = row // R
+    bt = row // F.R
     position = bt % T + start
-    if RAGGED:
+    if F.RAGGED:
         position += tl.load(starts + bt // T, mask=row < ROWS, other=0)
-    query_block = (position // s)[:, None]
-    keep = (c >= num_initial) & (c >= 0) & (c < C)
-    if DOCUMENTS:
-        first = tl.load(doc_first + bt, mask=row < ROWS, other=0) // s + num_initial
-        end = tl.cdiv(tl.load(doc_last + bt, mask=row < ROWS, other=0), s)
+    query_block = (position // F.s)[:, None]
+    keep = (c >= F.num_initial) & (c >= 0) & (c < C)
+    if F.DOCUMENTS:
+        first = tl.load(doc_first + bt, mask=row < ROWS, other=0) // F.s + F.num_initial
+        end = tl.cdiv(tl.load(doc_last + bt, mask=row < ROWS, other=0), F.s)
         keep = keep & (c >= first[:, None]) & (c < end[:, None])
-    if CAUSAL:
-        keep = keep & (c <= query_block) & (c <= query_block - num_local)
+    if F.CAUSAL:
+        keep = keep & (c <= query_block) & (c <= query_block - F.num_local)
     c = tl.where(keep, c, -1)
     for other in range(0, n):
         repeated = tl.load(block_indices + row * n + other, mask=row < ROWS, other=-1)
@@ -123,17 +126,20 @@ def nsa_selected_valid_indices(
 
 def valid_block_indices(selection: Selection, S: int) -> Tensor:
     """Block indices with -1 for forced, future, missing and repeated blocks."""
-    block_indices = selection.block_indices.contiguous()
-    B, T, R, n = block_indices.shape
+    block_indices, documents = selection.block_indices.contiguous(), selection.documents
+    (B, T, R, n), s = block_indices.shape, selection.s
     valid = torch.empty_like(block_indices, dtype=torch.int32)
     if valid.numel():
+        doc_first, doc_last = (
+            (None, None) if documents is None else (documents.first, documents.last)
+        )
+        settings = ValidIndices(
+            R, s, selection.num_initial, selection.num_local, selection.causal,
+            selection.starts is not None, documents is not None, next_power_of_2(n), 64,
+        )  # fmt: skip
         launcher(nsa_selected_valid_indices, (cdiv(B * T * R, 64),))(
-            block_indices, valid, selection.starts, selection.start, ROWS=B * T * R, T=T, R=R, n=n,
-            s=selection.s, C=cdiv(S, selection.s), num_initial=selection.num_initial,
-            num_local=selection.num_local,
-            **launch.bounds(selection.documents),
-            CAUSAL=selection.causal, RAGGED=selection.starts is not None,
-            SLOTS=next_power_of_2(n), BLOCK_M=64,
+            block_indices, valid, selection.starts, doc_first, doc_last, B * T * R, T,
+            selection.start, cdiv(S, s), n, settings,
         )  # fmt: skip
     return valid
 
@@ -144,23 +150,14 @@ class ForwardPlan(NamedTuple):
 
     block_csr: CSRPlan | None = None
     unions: Unions | None = None
-    cost: float | None = None
     shared: Unions | None = None
 
     def run(self, selection: Selection) -> None:
+        """Write the CSR or the unions."""
         if self.block_csr is not None:
             self.block_csr.run(selection.block_indices)
         else:
-            union.write_unions(selection, self.unions, self.cost, self.shared)
-
-
-def union_kernels(inputs: Inputs) -> Any:
-    """The module of the Gluon kernel over unions if it supports a call, else None."""
-    if not sm90.available(inputs.q):
-        return None
-    from . import union_sm90
-
-    return union_sm90 if union_sm90.is_supported(inputs) else None
+            union.write_unions(selection, self.unions, self.shared)
 
 
 def plan_forward(inputs: Inputs) -> ForwardPlan | None:
@@ -169,24 +166,42 @@ def plan_forward(inputs: Inputs) -> ForwardPlan | None:
     q, selection = inputs.q, inputs.selection
     if not selection.block_indices.numel():
         return None
-    gluon = union_kernels(inputs)
-    if gluon is None and key_major.is_faster(inputs):
-        return ForwardPlan(csr.allocate_chunks(inputs, "forward", inputs.groups))
-    unions, cost = union.allocate_unions(selection, q.shape[2], q.dtype)
-    if gluon is not None:
-        cost = None if unions is None else max(cost, gluon.OVERLAPPING)
-        return ForwardPlan(None, unions, cost, gluon.allocate_shared(inputs))
-    return None if unions is None else ForwardPlan(None, unions, cost)
+    shared = None
+    if sm90.available(q):
+        from . import union_sm90
+
+        shared = union_sm90.allocate_shared(inputs)
+    if shared is None and key_major.is_faster(inputs):
+        return ForwardPlan(csr.allocate_chunks(inputs, "forward", inputs.facts.G))
+    unions = union.allocate_unions(selection, q.shape[2], q.dtype)
+    if shared is not None and unions is not None:
+        unions = unions._replace(cost=max(unions.cost, union_sm90.OVERLAPPING))
+    return None if shared is None and unions is None else ForwardPlan(None, unions, shared)
 
 
-def topn_forward(
+def forward(
     inputs: Inputs,
     partial: tuple[Tensor, Tensor] | None,
-    norms: Tensor | None,
+    sinks: Tensor | None,
     combine_inputs: CombineInputs | None,
+    norms: Tensor | None,
     plan: ForwardPlan | None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B T H E] and lse [B T H] over the top-n blocks; accumulates in place into `partial`."""
+    """out [B T H E] and natural lse [B T H]. `partial` holds out and lse of the forced blocks and
+    sinks, if known; the forward accumulates into them. With `combine_inputs` also writes the
+    layer's output. `norms` are the key norms, `plan` is the plan, which has run."""
+    q, v, has_topn = inputs.q, inputs.v, inputs.facts.n > 0
+    forced = forced_blocks(inputs) if partial is None else None
+    if forced is not None:
+        partial = flash_fwd.forward(q, scale=inputs.scale, sinks=sinks, **forced)[:2]
+    if partial is None and (sinks is not None or not has_topn):
+        lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+        partial = q.new_zeros(*q.shape[:3], v.shape[-1]), lse if sinks is None else lse.copy_(sinks)
+    if partial is not None and not has_topn:
+        if combine_inputs is not None:
+            outs = [combine_inputs.cmp, partial[0], combine_inputs.win]
+            combine.forward(outs, combine_inputs.gates, combine_inputs.out)
+        return partial
     plan = plan or ForwardPlan()
     if plan.block_csr is not None:
         return key_major.forward(inputs, plan.block_csr.chunks, partial, combine_inputs)
@@ -194,8 +209,8 @@ def topn_forward(
         return query_major.forward(inputs, partial, plan.unions, None, norms, combine_inputs)
     from . import union_sm90
 
-    outputs = partial or launch.empty_outputs(inputs.q, inputs.v)
-    with streams.forked(inputs.q.device) as side:
+    outputs = partial or launch.empty_outputs(q, v)
+    with streams.forked(q.device) as side:
         union_sm90.forward(
             inputs, *outputs, partial is not None, norms, combine_inputs, plan.shared
         )
@@ -203,41 +218,6 @@ def topn_forward(
             with side:
                 query_major.forward(inputs, partial, plan.unions, outputs, norms, combine_inputs)
     return outputs
-
-
-def forward(
-    inputs: Inputs,
-    partial: tuple[Tensor, Tensor] | None = None,
-    sinks: Tensor | None = None,
-    combine_inputs: CombineInputs | None = None,
-    norms: Tensor | None = None,
-    plan: ForwardPlan | None = None,
-) -> tuple[Tensor, Tensor]:
-    """out [B T H E] and natural lse [B T H]. `partial` holds out and lse of the forced blocks and
-    sinks, if known; the forward accumulates into them. With `combine_inputs` also writes the
-    layer's output. `norms` are the key norms, `plan` is a plan that has run."""
-    q, k, v, selection, scale = inputs
-    norms = key_norms(q, k)[0] if norms is None else norms
-    new_plan = plan_forward(inputs) if plan is None else None
-    # short programs: behind a kernel that fills the GPU they would start last
-    fork = nullcontext(nullcontext()) if new_plan is None else streams.forked(q.device, ahead=True)
-    with fork as side:
-        if new_plan is not None:
-            with side:
-                new_plan.run(selection)
-        forced = forced_blocks(inputs) if partial is None else None
-        if forced is not None:
-            partial = flash_fwd.forward(q, scale=scale, sinks=sinks, **forced)[:2]
-    has_topn = selection.block_indices.shape[-1] > 0
-    if partial is None and (sinks is not None or not has_topn):
-        lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
-        partial = q.new_zeros(*q.shape[:3], v.shape[-1]), lse if sinks is None else lse.copy_(sinks)
-    if partial is None or has_topn:
-        return topn_forward(inputs, partial, norms, combine_inputs, plan or new_plan)
-    if combine_inputs is not None:
-        outs = [combine_inputs.cmp, partial[0], combine_inputs.win]
-        combine.forward(outs, combine_inputs.gates, combine_inputs.out)
-    return partial
 
 
 def forced_backward_q(inputs: Inputs, bwd: BackwardInputs, dq: Accumulator) -> None:
@@ -249,7 +229,7 @@ def forced_backward_q(inputs: Inputs, bwd: BackwardInputs, dq: Accumulator) -> N
 
 def forced_backward_kv(inputs: Inputs, bwd: BackwardInputs) -> tuple[Tensor, Tensor]:
     """dk [B S K D] and dv [B S K E] of the forced blocks, in float32."""
-    q, k, v, _selection, scale = inputs
+    q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.scale
     forced = forced_blocks(inputs)
     if forced is None:
         dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
@@ -263,23 +243,17 @@ def forced_backward_kv(inputs: Inputs, bwd: BackwardInputs) -> tuple[Tensor, Ten
 
 
 class BackwardPlan(NamedTuple):
-    """Plan of the backward over the top-n blocks. dq is key-major if `is_key_major`, `concurrent`
-    with the other branches. Otherwise, or if `overlapping` is not 0 on the device, dq is
-    query-major with `unions`. `block_csr` has a pair per `pair_tokens` tokens."""
+    """Plan of the backward over the top-n blocks: dk, dv and, if `is_key_major`, dq by `block_csr`,
+    which has a pair per `pair_tokens` tokens; otherwise dq is query-major with `unions`."""
 
     is_key_major: bool
-    concurrent: bool = False
     unions: Unions | None = None
-    cost: float = 0.0
-    overlapping: Tensor | None = None
     block_csr: CSRPlan | None = None
     pair_tokens: int = 1
 
     def run(self, selection: Selection) -> None:
-        if self.unions is not None:
-            union.write_unions(selection, self.unions, self.cost)
-            if self.overlapping is not None:
-                union.write_majority(self.unions, self.overlapping)
+        """Write the unions and the CSR."""
+        union.write_unions(selection, self.unions)
         if self.block_csr is not None:
             self.block_csr.run(selection.block_indices[:, :: self.pair_tokens].contiguous())
 
@@ -291,13 +265,10 @@ def plan_backward(inputs: Inputs) -> BackwardPlan:
         return BackwardPlan(False)
     if key_major.is_faster(inputs):
         return BackwardPlan(True, block_csr=key_major.allocate_backward(inputs, with_dq=True))
-    unions, cost = union.allocate_unions(selection, q.shape[2], q.dtype)
-    gluon = key_major.gluon_kernels(inputs, "backward")
-    with_dq = key_major.forms_dq(inputs)
-    overlapping = None if unions is None or not with_dq else unions.counts.new_empty(())
-    pair_tokens = 1 if with_dq or gluon is None else gluon.pair_tokens(inputs)
-    block_csr = key_major.allocate_backward(inputs, with_dq, pair_tokens)
-    return BackwardPlan(with_dq, with_dq, unions, cost, overlapping, block_csr, pair_tokens)
+    unions = union.allocate_unions(selection, q.shape[2], q.dtype)
+    pair_tokens = key_major.pair_tokens(inputs)
+    block_csr = key_major.allocate_backward(inputs, with_dq=False, pair_tokens=pair_tokens)
+    return BackwardPlan(False, unions, block_csr, pair_tokens)
 
 
 def topn_backward_q(
@@ -305,32 +276,22 @@ def topn_backward_q(
 ) -> Tensor | None:
     """Accumulates query-major dq of the top-n blocks. Returns the gates' gradient or None."""
     selection = inputs.selection
-    if plan.is_key_major and plan.overlapping is None:
+    if plan.is_key_major:
         return None
     if not selection.block_indices.shape[-1]:
         return None if selection.gates is None else torch.zeros_like(selection.gates)
-    return query_major.backward_q(inputs, bwd, dq, plan.unions, plan.overlapping)
+    return query_major.backward_q(inputs, bwd, dq, plan.unions)
 
 
 def topn_backward_kv(
-    inputs: Inputs,
-    bwd: BackwardInputs,
-    dk: Tensor,
-    dv: Tensor,
-    dq: Accumulator,
-    plan: BackwardPlan,
-    ready: torch.cuda.Event | None = None,
-    after: torch.cuda.Event | None = None,
+    inputs: Inputs, bwd: BackwardInputs, dk: Tensor, dv: Tensor, dq: Accumulator, plan: BackwardPlan
 ) -> None:
-    """Accumulates dk and dv of the top-n blocks, in float32. With a key-major plan also accumulates
-    dq, after the event `after`. The plan has run at `ready`."""
-    if plan.block_csr is None:
-        return
-    streams.wait(inputs.q.device, ready)
-    key_major.backward(
-        inputs, bwd, plan.block_csr.chunks, dk, dv, dq if plan.is_key_major else None,
-        plan.overlapping, after, plan.pair_tokens,
-    )  # fmt: skip
+    """Accumulates dk and dv of the top-n blocks, in float32; with a key-major plan also dq."""
+    if plan.block_csr is not None:
+        key_major.backward(
+            inputs, bwd, plan.block_csr.chunks, dk, dv, dq if plan.is_key_major else None,
+            plan.pair_tokens,
+        )  # fmt: skip
 
 
 def backward(inputs: Inputs, bwd: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

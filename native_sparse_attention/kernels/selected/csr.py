@@ -14,8 +14,9 @@ adds to its rank the pairs of the same block in earlier splits, and the pairs of
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,6 +37,11 @@ COUNT_WARPS = 1
 TILE_BLOCKS, CLASSES = 512, 8
 LENGTHS = ["T", "C", "length", "heads", "tokens", "splits", "B", "blocks", "capacity", "max_tiles"]
 
+# compile-time settings of the kernels over splits: numbers of head groups, KV heads and slots
+Settings = namedtuple("Settings", "R K n")
+# argument group of the kernels over work tiles: tensors of a `BlockCSR`
+Pairs = namedtuple("Pairs", "pairs offsets owner ordinals partial_offsets")
+
 
 @dataclass(frozen=True)
 class BlockCSR:
@@ -54,24 +60,21 @@ class BlockCSR:
     tile_pairs: int  # pairs of a work tile, at most
     num_partials: int  # upper bound of the last partial offset
 
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of the kernels over work tiles."""
-        return dict(
-            pairs=self.pairs, offsets=self.offsets, owner=self.owner, ordinals=self.ordinals,
-            tile_pairs=self.tile_pairs,
-        )  # fmt: skip
+    @property
+    def group(self) -> Pairs:
+        return Pairs(self.pairs, self.offsets, self.owner, self.ordinals, self.partial_offsets)
 
 
 @triton.jit
-def split_pairs(x, end, first, b, h, T, R: tl.constexpr, K: tl.constexpr, n: tl.constexpr):
+def split_pairs(x, end, first, b, h, T, F: tl.constexpr):
     """Flat indices of a split's pairs x, counted from token `first`, and which are below `end`."""
-    TOKEN_PAIRS: tl.constexpr = R // K * n
+    TOKEN_PAIRS: tl.constexpr = F.R // F.K * F.n
     token = b * T + first + x // TOKEN_PAIRS
-    return (token * R + h * (R // K)) * n + x % TOKEN_PAIRS, x < end
+    return (token * F.R + h * (F.R // F.K)) * F.n + x % TOKEN_PAIRS, x < end
 
 
 @triton.jit
-def split_tokens(line, T, length, heads, tokens, B, K: tl.constexpr):
+def split_tokens(line, T, length, heads, tokens, B):
     """Batch row, KV head, first token and number of tokens of this program's split. Chunks of the
     same heads are adjacent."""
     chunk, b, h = line // heads // B, line // heads % B, line % heads
@@ -91,18 +94,18 @@ def offsets_stride(blocks):
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_csr_count(
     block_indices, ranks, split_counts, T, C, length, heads, tokens, splits, B,
-    R: tl.constexpr, K: tl.constexpr, n: tl.constexpr, BLOCK: tl.constexpr,
+    F: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a split. Writes each pair's rank within its block, -1 for an empty slot, and the
     number of pairs of each block."""
     line = tl.program_id(0)
-    b, h, first, num_tokens = split_tokens(line, T, length, heads, tokens, B, K)
+    b, h, first, num_tokens = split_tokens(line, T, length, heads, tokens, B)
     pair_counts = split_counts + (line.to(tl.int64) * splits + tl.program_id(1)) * C
     i = tl.arange(0, BLOCK)
     for c0 in range(0, C, BLOCK):
         tl.store(pair_counts + c0 + i, tl.zeros_like(i), mask=c0 + i < C)
-    end = num_tokens * (R // K * n)
-    pair, valid = split_pairs(i, end, first, b, h, T, R, K, n)
+    end = num_tokens * (F.R // F.K * F.n)
+    pair, valid = split_pairs(i, end, first, b, h, T, F)
     next_c = tl.load(block_indices + pair, mask=valid, other=-1)
     # of two pairs: 1 for the earlier one in the lower half, for the later one in the upper half
     order = tl.where(i[None] < i[:, None], 1, tl.where(i[None] > i[:, None], 1 << 16, 0))
@@ -113,10 +116,10 @@ def nsa_csr_count(
         # pairs of the same block in this iteration
         same = tl.sum(tl.where(c[:, None] == c[None], order, 0), 1)
         rank += same & 0xFFFF
-        pair, valid = split_pairs(x + i, end, first, b, h, T, R, K, n)
+        pair, valid = split_pairs(x + i, end, first, b, h, T, F)
         tl.store(ranks + pair, tl.where(c >= 0, rank, -1), mask=valid)
         # prefetch the next iteration
-        pair, valid = split_pairs(x + BLOCK + i, end, first, b, h, T, R, K, n)
+        pair, valid = split_pairs(x + BLOCK + i, end, first, b, h, T, F)
         next_c = tl.load(block_indices + pair, mask=valid, other=-1)
         tl.debug_barrier()  # all threads have read
         tl.store(pair_counts + c, rank + 1, mask=(c >= 0) & (same < 1 << 16))
@@ -197,20 +200,20 @@ def nsa_csr_work_tiles(
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_csr_scatter(
     block_indices, ranks, split_counts, offsets, pairs, T, C, length, heads, tokens, splits, B,
-    R: tl.constexpr, K: tl.constexpr, n: tl.constexpr, BLOCK: tl.constexpr,
+    F: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a split. Writes each pair to its index, and replaces its rank by its index in
     the chunk."""
     line = tl.program_id(0)
-    b, h, first, num_tokens = split_tokens(line, T, length, heads, tokens, B, K)
+    b, h, first, num_tokens = split_tokens(line, T, length, heads, tokens, B)
     split_offsets = split_counts + (line.to(tl.int64) * splits + tl.program_id(1)) * C
     lines = B * heads
     offsets += (line // lines).to(tl.int64) * offsets_stride(lines * C)
     blocks = offsets + (line % lines).to(tl.int64) * C
     origin = tl.load(offsets)
-    end = num_tokens * (R // K * n)
+    end = num_tokens * (F.R // F.K * F.n)
     for x in range(0, end, BLOCK):
-        pair, valid = split_pairs(x + tl.arange(0, BLOCK), end, first, b, h, T, R, K, n)
+        pair, valid = split_pairs(x + tl.arange(0, BLOCK), end, first, b, h, T, F)
         c = tl.load(block_indices + pair, mask=valid, other=-1)
         valid = c >= 0
         rank = tl.load(ranks + pair, mask=valid, other=0)
@@ -242,11 +245,11 @@ class CSRPlan:
         B, T, R, n = block_indices.shape
         lines, splits, C = self.split_counts.shape
         (chunks, blocks), first = self.block_counts.shape, self.chunks[0]
-        args = dict(T=T, C=C, length=first.length, heads=first.heads, tokens=self.tokens)
-        args |= dict(splits=splits, B=B, R=R, K=self.num_heads, n=n)
+        sizes = (T, C, first.length, first.heads, self.tokens, splits, B)
+        settings = Settings(R, self.num_heads, n)
         launcher(nsa_csr_count, (lines, splits))(
-            block_indices, self.ranks, self.split_counts, BLOCK=COUNT_PAIRS, num_warps=COUNT_WARPS,
-            num_stages=1, **args,
+            block_indices, self.ranks, self.split_counts, *sizes, settings, BLOCK=COUNT_PAIRS,
+            num_warps=COUNT_WARPS, num_stages=1,
         )  # fmt: skip
         launcher(nsa_csr_scan, (lines, cdiv(C, SCAN_SHAPE[0])))(
             self.split_counts, self.block_counts, C, splits, BLOCKS=SCAN_SHAPE[0],
@@ -258,8 +261,8 @@ class CSRPlan:
             BLOCKS=TILE_BLOCKS, CLASSES=CLASSES, LONGEST=self.longest, num_warps=8, num_stages=1,
         )  # fmt: skip
         launcher(nsa_csr_scatter, (lines, splits))(
-            block_indices, self.ranks, self.split_counts, self.offsets, self.pairs,
-            BLOCK=SCATTER_PAIRS, **args,
+            block_indices, self.ranks, self.split_counts, self.offsets, self.pairs, *sizes,
+            settings, BLOCK=SCATTER_PAIRS,
         )  # fmt: skip
         return self.chunks
 
@@ -322,10 +325,8 @@ class Budget(NamedTuple):
 # memory of dense attention for few tokens too
 BUDGETS = {
     "forward": {1: Budget(3.3, 2816, 4.4), 8: Budget(3.3, 4096, 6.6)},
-    "backward": {1: Budget(1.7, 2048, 3.3), 8: Budget(3.3, 4096, 6.6), 64: Budget(4.5)},
+    "backward": {1: Budget(1.7, 2048, 3.3), 8: Budget(3.3, 4096, 6.6)},
 }
-# larger groups: rows of block indices that a chunk has at least
-FEW_SELECTIONS = 1 << 14
 # tokens that a chunk has at least, whatever the memory
 MIN_TOKENS = 128
 # rows of a work tile at least, with partial dq: partial dk and dv then take little memory beside it
@@ -338,32 +339,27 @@ def allocate_chunks(inputs: Inputs, kernel: str, pair_rows: int, pair_tokens: in
     """Workspaces of the CSR for `kernel` "forward" or "backward", in chunks whose partial results
     of `pair_rows` rows a pair take the memory of BUDGETS; one chunk without partial results. The
     CSR has the block indices of every `pair_tokens`-th token."""
-    k, selection = inputs.k, inputs.selection
-    block_indices = selection.block_indices[:, ::pair_tokens]
-    (B, T, R, n), K = block_indices.shape, k.shape[2]
-    groups = inputs.groups * pair_tokens
-    tokens = T  # of a chunk of all heads
+    block_indices = inputs.selection.block_indices[:, ::pair_tokens]
+    (B, T, R, n), K, blocks = block_indices.shape, inputs.facts.K, inputs.facts.C
+    groups = inputs.facts.G * pair_tokens
+    heads, tokens = K, T
     if pair_rows:
         ratio, min_tokens, max_ratio = launch.row(BUDGETS[kernel], groups)
-        if groups >= launch.FEW_ROWS:
-            min_tokens = FEW_SELECTIONS // (B * R)
         q_tokens = groups * T / (n * pair_rows)  # whose partial results take the memory of q
         tokens = int(max(min(max(ratio * q_tokens, min_tokens), max_ratio * q_tokens), MIN_TOKENS))
-    num_blocks = cdiv(k.shape[1], selection.s)
-    heads = K
-    if kernel == "backward" and groups < launch.FEW_ROWS:
-        heads = chunk_heads(K, tokens * K // T, B * num_blocks)
+        if kernel == "backward":
+            heads = chunk_heads(K, tokens * K // T, B * blocks)
     length = cdiv(T, cdiv(T * heads, tokens * K))
     rows = B * length * (R // K * heads) * groups * n
-    max_tile_rows = launch.work_tile_rows(rows, B * heads * num_blocks)
+    max_tile_rows = launch.work_tile_rows(rows, B * heads * blocks)
     if kernel == "forward":
         max_tile_rows = min(max_tile_rows, MAX_FORWARD_TILE_ROWS)
-    if pair_rows and kernel == "backward":
+    elif pair_rows:
         max_tile_rows = max(max_tile_rows, MIN_DQ_TILE_ROWS)
     tile_pairs = max(max_tile_rows // groups, 1)
     # the forward's work tiles are short, and sorted by block they reuse the cache
     longest = kernel == "backward"
-    return allocate(block_indices, K, num_blocks, tile_pairs, length, heads, longest)
+    return allocate(block_indices, K, blocks, tile_pairs, length, heads, longest)
 
 
 def chunk_heads(num_heads: int, max_heads: int, blocks: int) -> int:

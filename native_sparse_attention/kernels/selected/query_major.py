@@ -9,7 +9,9 @@ another launch reads the other groups.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections import namedtuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch, streams
-from ..common.key_norms import bounds
 from ..common.launch import (
     LOG2_E,
     Accumulator,
@@ -38,8 +39,9 @@ from ..common.primitives import (
     softmax_grad,
     store_combined,
     store_rows,
+    store_softmax,
 )
-from .inputs import Inputs
+from .inputs import Backward, Facts, Inputs, combine_group, strides
 from .union import Unions
 
 LENGTHS = ["T", "S", "start", "groups"]
@@ -47,338 +49,336 @@ LENGTHS = ["T", "S", "start", "groups"]
 # rows of a tile from which the kernel subtracts the row bound rather than the running maximum
 BOUNDED_ROWS = 64
 
+# compile-time settings of both kernels. A line of block indices, or a union, has n slots. A tile
+# has TOKENS tokens; a group has MEMBERS members of `stride` tokens; a program has STEP tiles
+Settings = namedtuple(
+    "Settings",
+    "K R G n s stride D E BLOCK_D BLOCK_E BLOCK_M BLOCK_N BLOCK_S SLOTS TOKENS MEMBERS UNION STEP "
+    "TMA RAGGED DIAGONAL ENDS CAP GATES WHOLE POSITIVE BOUNDED ADD COMBINE GATED FLIPPED",
+)
+
 
 @triton.jit
-def program_tiles(
-    counts, starts, start, T, K, R, groups, MEMBERS: tl.constexpr, UNION: tl.constexpr,
-    STEP: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr, RAGGED: tl.constexpr,
-    FLIPPED: tl.constexpr,
-):  # fmt: skip
+def program_tiles(index, start, T, groups, F: tl.constexpr):
     """Batch row, head group and KV head of a program; their line in block indices; position of the
-    first token; first tile and one past the last. `counts` are the sizes of the unions, 0 for a
-    group without one; a group has MEMBERS members. With UNION a program has STEP unions, otherwise
-    STEP tiles of a group without a union."""
-    program, br, _programs, _brs = grid_position(FLIPPED)
-    b, r = (br // R).to(tl.int64), (br % R).to(tl.int64)
-    h = r * K // R
-    if RAGGED:
-        start = tl.load(starts + b).to(tl.int32)
-    line = b * R + r
-    first = program * STEP
-    if MEMBERS == 1:
+    first token; first tile and one past the last. `index.counts` are the sizes of the unions, 0 for
+    a group without one. With UNION a program has STEP unions, otherwise STEP tiles of a group
+    without a union."""
+    program, br, _programs, _brs = grid_position(F.FLIPPED)
+    b, r = (br // F.R).to(tl.int64), (br % F.R).to(tl.int64)
+    h = r * F.K // F.R
+    if F.RAGGED:
+        start = tl.load(index.starts + b).to(tl.int32)
+    line = b * F.R + r
+    first = program * F.STEP
+    if F.MEMBERS == 1:
         end = first + 1
-    elif UNION:
-        group = first + tl.arange(0, STEP)
-        count = tl.load(counts + line * groups + group, mask=group < groups, other=0)
-        end = tl.where(tl.max(count, 0) > 0, tl.minimum(first + STEP, groups), first)
+    elif F.UNION:
+        group = first + tl.arange(0, F.STEP)
+        count = tl.load(index.counts + line * groups + group, mask=group < groups, other=0)
+        end = tl.where(tl.max(count, 0) > 0, tl.minimum(first + F.STEP, groups), first)
     else:
-        count = tl.load(counts + line * groups + first // MEMBERS)
-        end = tl.minimum(first + STEP, tl.cdiv(T + start % STRIDE, TOKENS))
+        count = tl.load(index.counts + line * groups + first // F.MEMBERS)
+        end = tl.minimum(first + F.STEP, tl.cdiv(T + start % F.stride, F.TOKENS))
         end = tl.where(count > 0, first, end)
     return b, r, h, line, start, first, end
 
 
 @triton.jit
-def load_tile(
-    q, block_indices, counts, doc_last, b, r, line, tile, start, T, R, n, groups, q_b, q_t, q_h,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr, UNION: tl.constexpr,
-    ENDS: tl.constexpr,
-):  # fmt: skip
+def load_tile(q, index, b, r, line, tile, start, T, groups, F: tl.constexpr):
     """Queries of a tile, which starts at an aligned group: token, head, row of [B T H], validity
     and document's end of each; pointer to the tile's blocks and their number: of the union, or of
     the block indices up to the last valid one."""
-    first = tile * TOKENS - start % STRIDE
-    i = tl.arange(0, BLOCK_M)
-    token = first + i // G
-    real = (i < TOKENS * G) & (token >= 0) & (token < T)
-    g = i % G
+    first = tile * F.TOKENS - start % F.stride
+    i = tl.arange(0, F.BLOCK_M)
+    token = first + i // F.G
+    real = (i < F.TOKENS * F.G) & (token >= 0) & (token < T)
+    g = i % F.G
     # a token that has the tile's block indices
     index_token = tl.minimum(tl.maximum(first, 0), T - 1)
-    if UNION:
-        blocks = block_indices + (line * groups + tile) * n
-        length = tl.load(counts + line * groups + tile)
+    if F.UNION:
+        blocks = index.blocks + (line * groups + tile) * F.n
+        length = tl.load(index.counts + line * groups + tile)
         real = tl.where(real, length, 0) > 0  # no group without a union
     else:
-        blocks = block_indices + ((b * T + index_token) * R + r) * n
-        slot = tl.arange(0, SLOTS)
-        c = tl.load(blocks + slot, mask=slot < n, other=-1)
+        blocks = index.blocks + ((b * T + index_token) * F.R + r) * F.n
+        slot = tl.arange(0, F.SLOTS)
+        c = tl.load(blocks + slot, mask=slot < F.n, other=-1)
         length = tl.max(tl.where(c >= 0, slot + 1, 0), 0)
     ends = token
-    if ENDS:
-        ends = tl.load(doc_last + b * T + token, mask=real, other=0)
-    head = r * G + g
-    row = (b * T + token) * (R * G) + head
-    q_tile = load_rows(q, b * q_b + token.to(tl.int64) * q_t + head * q_h, D, BLOCK_D, real)
+    if F.ENDS:
+        ends = tl.load(index.doc_last + b * T + token, mask=real, other=0)
+    head = r * F.G + g
+    row = (b * T + token) * (F.R * F.G) + head
+    offsets = b * q.b + token.to(tl.int64) * q.n + head * q.h
+    q_tile = load_rows(q.ptr, offsets, F.D, F.BLOCK_D, real)
     return q_tile, token, head, row, real, ends, blocks, length
 
 
 @triton.jit
-def tile_keys(blocks, j0, n, S, s, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys from j0 on of n blocks, concatenated and padded to BLOCK_S each. Returns the position of
-    the first key, positions and validity of all keys [N], and their packed blocks (a scalar if
-    BLOCK_N <= BLOCK_S)."""
-    j = j0 + tl.arange(0, BLOCK_N)
-    if BLOCK_N <= BLOCK_S:
-        packed = tl.load(blocks + j0 // BLOCK_S, mask=j0 // BLOCK_S < n, other=-1)
+def tile_keys(k, v, k_strides, v_strides, b, h, blocks, j0, n, S, F: tl.constexpr):
+    """Keys and values from j0 on of n blocks, concatenated and padded to BLOCK_S each: both tiles,
+    positions and validity of the keys [N], and their packed blocks (a scalar if BLOCK_N <=
+    BLOCK_S)."""
+    j = j0 + tl.arange(0, F.BLOCK_N)
+    if F.BLOCK_N <= F.BLOCK_S:
+        packed = tl.load(blocks + j0 // F.BLOCK_S, mask=j0 // F.BLOCK_S < n, other=-1)
     else:
-        packed = tl.load(blocks + j // BLOCK_S, mask=j // BLOCK_S < n, other=-1)
+        packed = tl.load(blocks + j // F.BLOCK_S, mask=j // F.BLOCK_S < n, other=-1)
     c = packed.to(tl.int32)
-    key = c * s + j % BLOCK_S
+    key = c * F.s + j % F.BLOCK_S
     # key >= 0 stands for c >= 0: a scalar mask times a vector is an integer in Triton 3.9's
     # interpreter
-    return c * s + j0 % BLOCK_S, key, (key >= 0) & (j % BLOCK_S < s) & (key < S), packed
+    key0, valid = c * F.s + j0 % F.BLOCK_S, (key >= 0) & (j % F.BLOCK_S < F.s) & (key < S)
+    k_tile = load_keys(
+        k, b, h, key, key0, valid, k_strides.b, k_strides.n, k_strides.h, F.D, F.BLOCK_D, F.TMA
+    )
+    v_tile = load_keys(
+        v, b, h, key, key0, valid, v_strides.b, v_strides.n, v_strides.h, F.E, F.BLOCK_E, F.TMA
+    )
+    return k_tile, v_tile, key, valid, packed
 
 
 @triton.jit
-def row_bias(packed, G: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-             UNION: tl.constexpr):  # fmt: skip
+def row_bias(packed, F: tl.constexpr):
     """0 for the rows [M] that see a packed block, else -inf. With UNION a row sees the blocks that
     its member chose; otherwise all rows see the block unless the index is -1."""
-    if UNION:
-        member = tl.arange(0, BLOCK_M) // (G * STRIDE)
+    if F.UNION:
+        member = tl.arange(0, F.BLOCK_M) // (F.G * F.stride)
         sees = (((packed >> 32).to(tl.int32) >> member) & 1) != 0
     else:
-        sees = tl.full([BLOCK_M], packed, tl.int32) >= 0
+        sees = tl.full([F.BLOCK_M], packed, tl.int32) >= 0
     return tl.where(sees, 0.0, float("-inf"))
 
 
 @triton.jit
-def visible_keys(valid, key, packed, position, G: tl.constexpr, STRIDE: tl.constexpr,
-                 BLOCK_M: tl.constexpr, UNION: tl.constexpr, DIAGONAL: tl.constexpr,
-                 end, ENDS: tl.constexpr):  # fmt: skip
+def visible_keys(valid, key, packed, position, end, F: tl.constexpr):
     """Mask [M, N] of the keys that each row sees. With UNION a row sees the blocks that its member
     chose; with ENDS the keys before the row's `end`."""
     visible = valid[None]
-    if UNION:
-        member = tl.arange(0, BLOCK_M) // (G * STRIDE)
+    if F.UNION:
+        member = tl.arange(0, F.BLOCK_M) // (F.G * F.stride)
         members = (packed + tl.zeros_like(key)) >> 32
         members = members.to(tl.int32)[None] >> member[:, None]
         visible = visible & ((members & 1) != 0)
-    if DIAGONAL:
+    if F.DIAGONAL:
         visible = visible & (key[None] <= position[:, None])
-    if ENDS:
+    if F.ENDS:
         visible = visible & (key[None] < end[:, None])
     return visible
 
 
 @triton.jit
-def slot_gates(gates, bt, r, slot, R, n, real):
-    """Gates [M, N] of slots [N] of rows [M]."""
-    at = ((bt * R + r) * n)[:, None] + slot[None]
-    valid = real[:, None] & (slot < n)[None]
+def slot_gates(gates, bt, r, j0, real, F: tl.constexpr):
+    """Gates [M, N] of the slots of keys [N] from j0 on, for rows [M]."""
+    slot = (j0 + tl.arange(0, F.BLOCK_N)) // F.BLOCK_S
+    at = ((bt * F.R + r) * F.n)[:, None] + slot[None]
+    valid = real[:, None] & (slot < F.n)[None]
     return tl.load(gates + at, mask=valid, other=1.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_selected_fwd_query_major(
-    q, k, v, norms, block_indices, counts, gates, out, lse, combine_cmp, combine_win,
-    combine_gates, layer_out, starts, start, doc_last, T, S, K, R, n, s, groups, scale_log2, cap,
-    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, g_b, g_t, g_h, g_3,
-    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
-    MEMBERS: tl.constexpr, UNION: tl.constexpr, STEP: tl.constexpr,
-    TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
-    CAP: tl.constexpr, GATES: tl.constexpr, WHOLE: tl.constexpr, POSITIVE: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    ADD: tl.constexpr, COMBINE: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, k_strides, v_strides, norms, index, out, lse, combine, T, S, start, groups,
+    scale_log2, cap, F: tl.constexpr,
 ):  # fmt: skip
-    """One program: STEP tiles of tokens that share block indices, or STEP unions. Writes out and
-    lse, with ADD combined with the previous out and lse; with COMBINE also the layer's output."""
-    b, r, h, line, start, first, end = program_tiles(
-        counts, starts, start, T, K, R, groups, MEMBERS, UNION, STEP, TOKENS, STRIDE, RAGGED,
-        FLIPPED,
-    )  # fmt: skip
+    """One program: STEP tiles of tokens that share block indices, or STEP unions. Reads the tile's
+    blocks. Writes out and lse, with ADD combined with the previous out and lse; with COMBINE also
+    the layer's output."""
+    b, r, h, line, start, first, end = program_tiles(index, start, T, groups, F)
     for tile in range(first, end):
         q_tile, token, head, row, real, ends, blocks, length = load_tile(
-            q, block_indices, counts, doc_last, b, r, line, tile, start, T, R, n, groups, q_b, q_t,
-            q_h, G, D, BLOCK_D, BLOCK_M, SLOTS, TOKENS, STRIDE, UNION, ENDS,
-        )  # fmt: skip
-        if ADD:
-            acc = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32)
+            q, index, b, r, line, tile, start, T, groups, F
+        )
+        if F.ADD:
+            acc = load_rows(out, row * F.E, F.E, F.BLOCK_E, real).to(tl.float32)
             m = tl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
             l = tl.where(m == float("-inf"), 0.0, 1.0)
         else:
-            acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-            m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            l = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.full([F.BLOCK_M, F.BLOCK_E], 0.0, tl.float32)
+            m = tl.full([F.BLOCK_M], float("-inf"), tl.float32)
+            l = tl.full([F.BLOCK_M], 0.0, tl.float32)
         large_logits = True
-        if BOUNDED:
+        if F.BOUNDED:
             m, factor, large_logits = measured_from(
-                q_tile, norms, b * K + h, scale_log2, s, m, not ADD
+                q_tile, norms, b * F.K + h, scale_log2, F.s, m, not F.ADD
             )
-            if ADD:
+            if F.ADD:
                 l *= factor
                 acc *= factor[:, None]
 
-        for j0 in range(0, length * BLOCK_S, BLOCK_N):
-            key0, key, valid, packed = tile_keys(blocks, j0, length, S, s, BLOCK_S, BLOCK_N)
-            k_tile = load_keys(k, b, h, key, key0, valid, k_b, k_n, k_h, D, BLOCK_D, TMA)
-            v_tile = load_keys(v, b, h, key, key0, valid, v_b, v_n, v_h, E, BLOCK_E, TMA)
-            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        for j0 in range(0, length * F.BLOCK_S, F.BLOCK_N):
+            k_tile, v_tile, key, valid, packed = tile_keys(
+                k, v, k_strides, v_strides, b, h, blocks, j0, length, S, F
+            )
+            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
             unit_scale, bias = scale_log2, 0.0
-            if CAP or GATES or not POSITIVE:
+            if F.CAP or F.GATES or not F.POSITIVE:
                 logits, unit_scale = logits * scale_log2, 1.0
-            if CAP:
+            if F.CAP:
                 logits = soft_capped(logits, cap)
-            if GATES:
-                slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
-                logits *= slot_gates(gates, b * T + token, r, slot, R, n, real)
-            if WHOLE:
-                bias = row_bias(packed, G, STRIDE, BLOCK_M, UNION)
+            if F.GATES:
+                logits *= slot_gates(index.gates, b * T + token, r, j0, real, F)
+            if F.WHOLE:
+                bias = row_bias(packed, F)
             else:
-                visible = visible_keys(
-                    valid, key, packed, start + token, G, STRIDE, BLOCK_M, UNION, DIAGONAL,
-                    ends, ENDS,
-                )  # fmt: skip
+                visible = visible_keys(valid, key, packed, start + token, ends, F)
                 logits = tl.where(visible, logits, float("-inf"))
             acc, m, l = scaled_step(
-                logits, unit_scale, bias, v_tile, acc, m, l, large_logits, lse, j0, BOUNDED,
-                PRECISION,
+                logits, unit_scale, bias, v_tile, acc, m, l, large_logits, lse, j0, F.BOUNDED,
+                "ieee",
             )  # fmt: skip
 
-        empty = l == 0.0
-        l = tl.where(empty, 1.0, l)
-        acc *= (1.0 / l)[:, None]
-        store_rows(out, row * E, acc, E, BLOCK_E, real)
-        log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
-        tl.store(lse + row, log, mask=real)
-        if COMBINE:
-            gate = combine_gates + b * g_b + token.to(tl.int64) * g_t + head * g_h
+        acc = store_softmax(out, lse, row, acc, m, l, F.E, F.BLOCK_E, real)
+        if F.COMBINE:
+            gate = combine.gates + b * combine.b + token.to(tl.int64) * combine.t + head * combine.h
             store_combined(
-                layer_out, acc, combine_cmp, combine_win, gate, row, g_3, E, BLOCK_E, real
-            )
+                combine.out, acc, combine.cmp, combine.win, gate, row, combine.branch, F.E,
+                F.BLOCK_E, real,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_selected_dq_query_major(
-    q, k, v, block_indices, counts, gates, d_out, lse, delta, dq, d_gates, run_if, starts, start,
-    doc_last, T, S, K, R, n, s, groups, scale, cap, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
-    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, STRIDE: tl.constexpr,
-    MEMBERS: tl.constexpr, UNION: tl.constexpr, STEP: tl.constexpr,
-    TMA: tl.constexpr, RAGGED: tl.constexpr, DIAGONAL: tl.constexpr, ENDS: tl.constexpr,
-    CAP: tl.constexpr, GATES: tl.constexpr, WHOLE: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, RUN_IF: tl.constexpr, FLIPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, v, k_strides, v_strides, index, bwd, dq, d_gates, T, S, start, groups, scale, cap,
+    F: tl.constexpr,
 ):  # fmt: skip
     """One program: like the forward. Writes dq, with ADD adds to dq; with GATES also each head's
-    gradient of each slot's gate, [B T H n]. With RUN_IF does nothing if `run_if` is 0."""
-    b, r, h, line, start, first, end = program_tiles(
-        counts, starts, start, T, K, R, groups, MEMBERS, UNION, STEP, TOKENS, STRIDE, RAGGED,
-        FLIPPED,
-    )  # fmt: skip
-    if RUN_IF:
-        end = tl.where(tl.load(run_if) != 0, end, first)
+    gradient of each slot's gate, [B T H n]."""
+    b, r, h, line, start, first, end = program_tiles(index, start, T, groups, F)
     for tile in range(first, end):
         q_tile, token, _head, row, real, ends, blocks, length = load_tile(
-            q, block_indices, counts, doc_last, b, r, line, tile, start, T, R, n, groups, q_b, q_t,
-            q_h, G, D, BLOCK_D, BLOCK_M, SLOTS, TOKENS, STRIDE, UNION, ENDS,
-        )  # fmt: skip
-        do_tile = load_rows(d_out, row * E, E, BLOCK_E, real)
-        lse_row = tl.load(lse + row, mask=real, other=0.0)
-        delta_row = tl.load(delta + row, mask=real, other=0.0)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        gate_sum = tl.zeros([BLOCK_M], tl.float32)
+            q, index, b, r, line, tile, start, T, groups, F
+        )
+        do_tile = load_rows(bwd.d_out, row * F.E, F.E, F.BLOCK_E, real)
+        lse_row = tl.load(bwd.lse + row, mask=real, other=0.0)
+        delta_row = tl.load(bwd.delta + row, mask=real, other=0.0)
+        acc = tl.full([F.BLOCK_M, F.BLOCK_D], 0.0, tl.float32)
+        gate_sum = tl.full([F.BLOCK_M], 0.0, tl.float32)
 
-        for j0 in range(0, length * BLOCK_S, BLOCK_N):
-            key0, key, valid, packed = tile_keys(blocks, j0, length, S, s, BLOCK_S, BLOCK_N)
-            k_tile = load_keys(k, b, h, key, key0, valid, k_b, k_n, k_h, D, BLOCK_D, TMA)
-            v_tile = load_keys(v, b, h, key, key0, valid, v_b, v_n, v_h, E, BLOCK_E, TMA)
-            product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            if CAP or GATES:
+        for j0 in range(0, length * F.BLOCK_S, F.BLOCK_N):
+            k_tile, v_tile, key, valid, packed = tile_keys(
+                k, v, k_strides, v_strides, b, h, blocks, j0, length, S, F
+            )
+            product = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            if F.CAP or F.GATES:
                 logits = product * scale
-                if CAP:
+                if F.CAP:
                     logits = soft_capped(logits, cap)
                 weight = 1.0
-                if GATES:
-                    slot = (j0 + tl.arange(0, BLOCK_N)) // BLOCK_S
-                    weight = slot_gates(gates, b * T + token, r, slot, R, n, real)
+                if F.GATES:
+                    weight = slot_gates(index.gates, b * T + token, r, j0, real, F)
                 logits2 = logits * weight * 1.4426950408889634
             else:
                 logits2 = product * (scale * 1.4426950408889634)
             seen_lse = lse_row
-            if WHOLE:
-                seen_lse -= row_bias(packed, G, STRIDE, BLOCK_M, UNION)
+            if F.WHOLE:
+                seen_lse -= row_bias(packed, F)
             else:
-                visible = visible_keys(
-                    valid, key, packed, start + token, G, STRIDE, BLOCK_M, UNION, DIAGONAL, ends,
-                    ENDS,
-                )  # fmt: skip
+                visible = visible_keys(valid, key, packed, start + token, ends, F)
                 logits2 = tl.where(visible, logits2, float("-inf"))
-            dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-            _p, ds = softmax_grad(logits2, 1.0, dp, seen_lse[:, None], delta_row[:, None], GATED)
-            if GATES:
-                gate_grad, first_slot = ds * logits, j0 // BLOCK_S
-                if BLOCK_N < BLOCK_S:  # a block takes several iterations; store at the last
-                    gate_sum = tl.sum(gate_grad, 1) + tl.where(j0 % BLOCK_S == 0, 0.0, gate_sum)
-                    complete = real & ((j0 + BLOCK_N) % BLOCK_S == 0)
-                    tl.store(d_gates + row * n + first_slot, gate_sum, mask=complete)
+            dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+            _p, ds = softmax_grad(logits2, 1.0, dp, seen_lse[:, None], delta_row[:, None], F.GATED)
+            if F.GATES:
+                gate_grad, first_slot = ds * logits, j0 // F.BLOCK_S
+                if F.BLOCK_N < F.BLOCK_S:  # a block takes several iterations; store at the last
+                    gate_sum = tl.sum(gate_grad, 1) + tl.where(j0 % F.BLOCK_S == 0, 0.0, gate_sum)
+                    complete = real & ((j0 + F.BLOCK_N) % F.BLOCK_S == 0)
+                    tl.store(d_gates + row * F.n + first_slot, gate_sum, mask=complete)
                 else:
-                    gate_grad = tl.reshape(gate_grad, [BLOCK_M, BLOCK_N // BLOCK_S, BLOCK_S])
-                    slot = first_slot + tl.arange(0, BLOCK_N // BLOCK_S)
-                    at = (row * n)[:, None] + slot[None]
-                    seen = real[:, None] & (slot < n)[None]
+                    SLOTS: tl.constexpr = F.BLOCK_N // F.BLOCK_S
+                    gate_grad = tl.reshape(gate_grad, [F.BLOCK_M, SLOTS, F.BLOCK_S])
+                    slot = first_slot + tl.arange(0, SLOTS)
+                    at = (row * F.n)[:, None] + slot[None]
+                    seen = real[:, None] & (slot < F.n)[None]
                     tl.store(d_gates + at, tl.sum(gate_grad, 2), mask=seen)
                 ds *= weight
-            if CAP:
+            if F.CAP:
                 ds *= cap_slope(logits, cap)
-            acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
+            acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision="ieee")
 
         acc *= scale
-        if ADD:
-            acc += load_rows(dq, row * D, D, BLOCK_D, real).to(tl.float32)
-        store_rows(dq, row * D, acc, D, BLOCK_D, real)
+        if F.ADD:
+            acc += load_rows(dq, row * F.D, F.D, F.BLOCK_D, real).to(tl.float32)
+        store_rows(dq, row * F.D, acc, F.D, F.BLOCK_D, real)
 
 
-def arguments(
-    inputs: Inputs, kernel: str, unions: Unions | None, is_union: bool, rare: bool
-) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Grid and arguments of both kernels. With `unions` they run the groups that have a union if
-    `is_union`, else the other groups. With `rare` few programs have work."""
-    q, k, v, selection, _scale = inputs
-    args, s, stride, G = (
-        inputs.arguments(kernel == "forward"),
-        selection.s,
-        selection.stride,
-        inputs.groups,
-    )
-    # the largest number of tokens that divides `stride` and fits in a tile
+class Plan(NamedTuple):
+    """A launch of either kernel, as plain data."""
+
+    settings: Any
+    grid: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+
+
+@functools.lru_cache(maxsize=256)
+def plan(
+    kernel: str,
+    facts: Facts,
+    groups: tuple[int, int, int] | None,
+    is_union: bool,
+    *,
+    is_rare: bool = False,
+    has_norms: bool = False,
+    add: bool = False,
+    combine: bool = False,
+    gated: bool = False,
+) -> Plan:
+    """The launch of "forward" or "dq". With `groups`, the members, number and limit of the unions
+    of a line, it runs the groups that have a union if `is_union`, else the other groups. With
+    `is_rare` few programs have work."""
+    at, s = facts, facts.s
+    # the largest number of tokens that divides the stride and fits in a tile
     max_rows = launch.architecture().query_major_rows
-    fitting = (t for t in range(1, stride + 1) if stride % t == 0 and t * G <= max_rows)
-    tokens = max(fitting, default=1)
-    members = 1 if unions is None else unions.members
+    fitting = (t for t in range(1, at.stride + 1) if at.stride % t == 0 and t * at.G <= max_rows)
+    tokens, n = max(fitting, default=1), at.n
+    members, num_groups, limit = groups or (1, 0, 0)
     if is_union:
-        tokens *= members
-    tile = launch.query_major_tile(
-        kernel, max(q.shape[-1], v.shape[-1]), tokens * G, q.dtype, is_union
-    )
-    step = 1 if unions is None else launch.tiles_per_program(unions.counts.numel(), members, rare)
+        tokens, n = tokens * members, limit
+    tile = launch.query_major_tile(kernel, at.width, tokens * at.G, at.dtype, is_union)
+    step = 1
+    if groups is not None:
+        step = launch.tiles_per_program(at.B * at.R * num_groups, members, is_rare)
     if not is_union:
         step = min(step, members)  # tiles of one group, all run or all skipped
     block_n, block_s = tile.block_n, next_power_of_2(s)
-    args |= dict(
-        block_indices=selection.block_indices, counts=None, groups=0, gates=selection.gates,
-        GATES=selection.gates is not None, BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_S=block_s,
-        SLOTS=next_power_of_2(args["n"]), TOKENS=tokens, STRIDE=stride, MEMBERS=members,
-        UNION=is_union, STEP=step, TMA=False,
+    grid, flipped = launch.grid(cdiv(at.aligned, tokens * step), at.B * at.R)
+    settings = Settings(
+        K=at.K, R=at.R, G=at.G, n=n, s=s, stride=at.stride, D=at.D, E=at.E,
+        BLOCK_D=launch.padded(at.D), BLOCK_E=launch.padded(at.E), BLOCK_M=tile.block_m,
+        BLOCK_N=block_n, BLOCK_S=block_s, SLOTS=next_power_of_2(n), TOKENS=tokens,
+        MEMBERS=members, UNION=is_union, STEP=step,
+        # TMA reads blocks that are a multiple of a tile
+        TMA=at.tma and block_n <= min(block_s, launch.MAX_BOX_ROWS),
+        RAGGED=at.ragged, DIAGONAL=at.diagonal, ENDS=at.ends, CAP=at.capped, GATES=at.gated,
         # a row sees all keys of a tile or none
-        WHOLE=block_n <= block_s == s and inputs.has_whole_blocks,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        WHOLE=block_n <= block_s == s and at.whole, POSITIVE=at.positive or kernel == "dq",
+        # small tiles wait for keys, not for the running maximum
+        BOUNDED=has_norms and not at.gated and tile.block_m >= BOUNDED_ROWS,
+        ADD=add, COMBINE=combine, GATED=gated, FLIPPED=flipped,
     )  # fmt: skip
-    if unions is not None:
-        args |= dict(counts=unions.counts, groups=unions.groups)
-        if is_union:
-            args |= dict(block_indices=unions.blocks, n=unions.limit)
-    if block_n <= block_s:  # TMA reads blocks that are a multiple of a tile
-        descriptors = [launch.tma_descriptor(t, block_n) for t in (k, v)]
-        if None not in descriptors:
-            args |= dict(k=descriptors[0], v=descriptors[1], TMA=True)
-    lines = selection.block_indices.shape[0] * args["R"]
-    grid, args["FLIPPED"] = launch.grid(cdiv(selection.aligned, tokens * step), lines)
-    return grid, args
+    num_stages = tile.num_stages
+    if at.gated and kernel == "forward":  # gates take shared memory in every stage, as keys do
+        num_stages = max(1, num_stages - 1)
+    return Plan(settings, grid, tile.num_warps, num_stages)
+
+
+def arguments(inputs: Inputs, at: Plan, unions: Unions | None) -> dict[str, Any]:
+    """Arguments of both kernels."""
+    q, k, v, F = inputs.q, inputs.k, inputs.v, at.settings
+    tensors: Any = (k, v)
+    if F.TMA:
+        tensors = (launch.box(t, F.BLOCK_N) for t in tensors)
+    k_argument, v_argument = tensors
+    blocks = unions.blocks if unions is not None and F.UNION else None
+    return dict(
+        q=launch.strided(q), k=k_argument, v=v_argument, k_strides=strides(k),
+        v_strides=strides(v), index=inputs.index(blocks, None if unions is None else unions.counts),
+        T=q.shape[1], S=k.shape[1], start=inputs.selection.start,
+        groups=0 if unions is None else unions.groups, F=F, num_warps=at.num_warps,
+        num_stages=at.num_stages,
+    )  # fmt: skip
 
 
 def forward(
@@ -392,25 +392,25 @@ def forward(
     """out [B T H E] and lse [B T H] over the top-n blocks; accumulates in place into `partial`.
     With `outputs`, in which another kernel writes most groups, writes only those that have a union.
     `norms` are the key norms. Writes the layer's output of `combine_inputs`."""
-    q, _k, v, selection, scale = inputs
-    out, lse = outputs or partial or launch.empty_outputs(q, v)
-    rare = outputs is not None
+    out, lse = outputs or partial or launch.empty_outputs(inputs.q, inputs.v)
+    is_rare = outputs is not None
 
     def run(is_union: bool) -> None:
-        grid, args = arguments(inputs, "forward", unions, is_union, rare)
-        # small tiles wait for keys, not for the running maximum
-        bounded = selection.gates is None and args["BLOCK_M"] >= BOUNDED_ROWS
-        args |= bounds(norms if bounded else None)
-        launcher(nsa_selected_fwd_query_major, grid)(
-            out=out, lse=lse, scale_log2=scale * LOG2_E, POSITIVE=scale > 0,
-            ADD=partial is not None,
-            **launch.combine_arguments(combine_inputs), **args,
+        at = plan(
+            "forward", inputs.facts, None if unions is None else unions.sizes, is_union,
+            is_rare=is_rare, has_norms=norms is not None, add=partial is not None,
+            combine=combine_inputs is not None,
+        )  # fmt: skip
+        launcher(nsa_selected_fwd_query_major, at.grid)(
+            **arguments(inputs, at, unions), norms=norms, out=out, lse=lse,
+            combine=combine_group(combine_inputs), scale_log2=inputs.scale * LOG2_E,
+            cap=inputs.cap(in_log2=True),
         )  # fmt: skip
 
-    if unions is None or rare:
+    if unions is None or is_rare:
         run(unions is not None)
         return out, lse
-    with streams.forked(q.device) as side:
+    with streams.forked(inputs.q.device) as side:
         with side:
             run(True)
         run(False)
@@ -418,26 +418,22 @@ def forward(
 
 
 def backward_q(
-    inputs: Inputs,
-    bwd: BackwardInputs,
-    dq: Accumulator,
-    unions: Unions | None = None,
-    run_if: Tensor | None = None,
+    inputs: Inputs, bwd: BackwardInputs, dq: Accumulator, unions: Unions | None = None
 ) -> Tensor | None:
-    """Accumulates dq and returns the gradient of the gates. Does nothing if `run_if` is 0 on the
-    device."""
+    """Accumulates dq and returns the gradient of the gates."""
     q, selection = inputs.q, inputs.selection
     R, n = selection.block_indices.shape[2:]
     d_gates = None
     if selection.gates is not None:
         d_gates = q.new_zeros(*q.shape[:3], n, dtype=torch.float32)
-    if run_if is not None:  # the kernels may write nothing
-        dq.begin()
     dq_args = dq.arguments()
     for is_union in (False,) if unions is None else (False, True):
-        grid, args = arguments(inputs, "dq", unions, is_union, run_if is not None)
-        args |= bwd.arguments() | dq_args
-        launcher(nsa_selected_dq_query_major, grid)(
-            d_gates=d_gates, scale=inputs.scale, run_if=run_if, RUN_IF=run_if is not None, **args
-        )
+        at = plan(
+            "dq", inputs.facts, None if unions is None else unions.sizes, is_union,
+            add=dq_args["ADD"], gated=bwd.gated,
+        )  # fmt: skip
+        launcher(nsa_selected_dq_query_major, at.grid)(
+            **arguments(inputs, at, unions), bwd=Backward(bwd.d_out, bwd.lse, bwd.delta),
+            dq=dq_args["dq"], d_gates=d_gates, scale=inputs.scale, cap=inputs.cap(in_log2=False),
+        )  # fmt: skip
     return None if d_gates is None else d_gates.unflatten(2, (R, -1)).sum(3)

@@ -9,7 +9,8 @@ have a union. A packed block has the block in its low 32 bits, a bit per member 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import namedtuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,15 +26,18 @@ from ..common.primitives import grid_position
 MAX_COMPARISONS, WARP_INDICES = 1 << 14, 256
 # blocks of a chunk of a shared union
 CHUNK = 3
+# compile-time settings: a program has GROUPS groups of MEMBERS members. CHUNK is 0 without shared
+# unions
+Settings = namedtuple("Settings", "R MEMBERS GROUPS STRIDE SLOTS CHUNK OVERLAPPING RAGGED FLIPPED")
 
 
-@dataclass(frozen=True)
-class Unions:
+class Unions(NamedTuple):
     """Packed blocks of each group's union and their number, 0 for a group without a union."""
 
     blocks: Tensor  # [B R groups limit] int64
     counts: Tensor  # [B R groups] int32
     members: int  # of a group
+    cost: float = 0.0  # of a block, relative to a block of one member
 
     @property
     def groups(self) -> int:
@@ -42,6 +46,10 @@ class Unions:
     @property
     def limit(self) -> int:
         return self.blocks.shape[3]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.members, self.groups, self.limit
 
 
 @triton.jit
@@ -53,7 +61,7 @@ def load_blocks(block_indices, b, r, token, slot, T, R, n):
 
 
 @triton.jit
-def spread(x):
+def spread_bits(x):
     """The low 8 bits, spread to the lowest of four bits each."""
     x = (x | (x << 12)) & 0x000F000F
     x = (x | (x << 6)) & 0x03030303
@@ -67,7 +75,7 @@ def store_by_chunks(blocks, c, holders, leads, size, CHUNK: tl.constexpr):
     # that chose it, in 4, 18 and 8 bits; `none` is above all keys
     none = 0x40000000
     key = tl.where(leads, (c << 8) | holders, none)
-    spread_holders = tl.where(leads, spread(holders), 0)
+    spread_holders = tl.where(leads, spread_bits(holders), 0)
     for first in range(0, size, CHUNK):
         used = size * 0
         for j in tl.static_range(CHUNK):
@@ -77,17 +85,15 @@ def store_by_chunks(blocks, c, holders, leads, size, CHUNK: tl.constexpr):
                 score += shared.to(tl.int32) << 26
             best = tl.min(score, 0) & 0x3FFFFFF
             key = tl.where(key == best, none, key)
-            used |= spread(best & 0xFF)
+            used |= spread_bits(best & 0xFF)
             packed = ((best & 0xFF).to(tl.int64) << 32) | (best >> 8)
             tl.store(blocks + first + j, packed, mask=first + j < size)
 
 
 @triton.jit(do_not_specialize=["T", "start", "limit", "shared_limit", "groups", "all_members"])
 def nsa_selected_union(
-    block_indices, blocks, counts, shared, shared_counts, starts, start, T, R, n, limit,
-    shared_limit, groups, all_members, cost,
-    MEMBERS: tl.constexpr, GROUPS: tl.constexpr, STRIDE: tl.constexpr, SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr, OVERLAPPING: tl.constexpr, RAGGED: tl.constexpr, FLIPPED: tl.constexpr,
+    block_indices, blocks, counts, shared, shared_counts, starts, start, T, n, limit, shared_limit,
+    groups, all_members, cost, F: tl.constexpr,
 ):  # fmt: skip
     """One program: GROUPS groups of MEMBERS members, each without repeated blocks. With OVERLAPPING
     writes each group's union if the union has fewer than 1 / cost of the members' blocks, and its
@@ -95,53 +101,55 @@ def nsa_selected_union(
 
     With a CHUNK also writes the shared union of all groups and its size. If every group has a
     union, the size is -1 - size, for `nsa_selected_union_settle`; otherwise no group has one."""
-    program, br, programs, _brs = grid_position(FLIPPED)
-    b, r = (br // R).to(tl.int64), br % R
-    if RAGGED:
+    MEMBERS: tl.constexpr = F.MEMBERS
+    SLOTS: tl.constexpr = F.SLOTS
+    ALL: tl.constexpr = F.GROUPS * MEMBERS * SLOTS
+    program, br, programs, _brs = grid_position(F.FLIPPED)
+    b, r = (br // F.R).to(tl.int64), br % F.R
+    if F.RAGGED:
         start = tl.load(starts + b).to(tl.int32)
-    first = program * (GROUPS * MEMBERS * STRIDE) - start % STRIDE
-    i = tl.arange(0, GROUPS * MEMBERS * SLOTS)
+    first = program * (F.GROUPS * MEMBERS * F.STRIDE) - start % F.STRIDE
+    i = tl.arange(0, ALL)
     member = i // SLOTS
-    c = load_blocks(block_indices, b, r, first + member * STRIDE, i % SLOTS, T, R, n)
-    holders = tl.zeros([GROUPS * MEMBERS * SLOTS], tl.int32)
+    c = load_blocks(block_indices, b, r, first + member * F.STRIDE, i % SLOTS, T, F.R, n)
+    holders = tl.full([ALL], 0, tl.int32)
     # few loops are unrolled: a program runs once, and unrolled code would have to be fetched
     for other in range(0, all_members):
-        same = c < -1
+        same, token = c < -1, first + other * F.STRIDE
         for first_slot in range(0, n, 4):
             for j in tl.static_range(4):
-                slot = first_slot + j
-                same |= c == load_blocks(block_indices, b, r, first + other * STRIDE, slot, T, R, n)
+                same |= c == load_blocks(block_indices, b, r, token, first_slot + j, T, F.R, n)
         holders |= tl.where(same, 1 << other, 0)
 
     lower_members = (1 << member) - 1
     line = br.to(tl.int64)
-    if CHUNK > 0:
+    if F.CHUNK > 0:
         # a block belongs to the first member that chose it
         leads = (c >= 0) & ((holders & lower_members) == 0)
         size = tl.sum(leads.to(tl.int32), 0)
-    if OVERLAPPING:
+    if F.OVERLAPPING:
         group_number = member // MEMBERS
         members = (holders >> (group_number * MEMBERS)) & ((1 << MEMBERS) - 1)
         leads_group = (c >= 0) & ((members & (lower_members >> (group_number * MEMBERS))) == 0)
-        by_group: tl.constexpr = (GROUPS, MEMBERS * SLOTS)
-        group = program * GROUPS + tl.arange(0, GROUPS)
-        sizes = tl.sum(tl.reshape(leads_group.to(tl.int32), by_group), 1)
-        num_chosen = tl.sum(tl.reshape((c >= 0).to(tl.int32), by_group), 1)
+        GROUP_SHAPE: tl.constexpr = (F.GROUPS, MEMBERS * SLOTS)
+        group = program * F.GROUPS + tl.arange(0, F.GROUPS)
+        sizes = tl.sum(tl.reshape(leads_group.to(tl.int32), GROUP_SHAPE), 1)
+        num_chosen = tl.sum(tl.reshape((c >= 0).to(tl.int32), GROUP_SHAPE), 1)
         sizes = tl.where(sizes * cost < num_chosen, sizes, 0)
-        if CHUNK > 0:
+        if F.CHUNK > 0:
             all_overlap = tl.min(tl.where(group < groups, sizes, 1), 0) > 0
             sizes = tl.where(all_overlap, sizes, 0)
         tl.store(counts + line * groups + group, sizes, mask=group < groups)
         if tl.max(sizes, 0) > 0:
-            at = tl.cumsum(tl.reshape(leads_group.to(tl.int32), by_group), 1) - 1
+            at = tl.cumsum(tl.reshape(leads_group.to(tl.int32), GROUP_SHAPE), 1) - 1
             at += ((line * groups + group) * limit)[:, None]
-            packed = tl.reshape((members.to(tl.int64) << 32) | c, by_group)
-            mask = tl.reshape(leads_group, by_group) & (sizes > 0)[:, None]
+            packed = tl.reshape((members.to(tl.int64) << 32) | c, GROUP_SHAPE)
+            mask = tl.reshape(leads_group, GROUP_SHAPE) & (sizes > 0)[:, None]
             tl.store(blocks + at, packed, mask=mask)
-    if CHUNK > 0:
+    if F.CHUNK > 0:
         line = line * programs + program
-        store_by_chunks(shared + line * shared_limit, c, holders, leads, size, CHUNK)
-        if OVERLAPPING:
+        store_by_chunks(shared + line * shared_limit, c, holders, leads, size, F.CHUNK)
+        if F.OVERLAPPING:
             size = tl.where(all_overlap, -1 - size, size)
         tl.store(shared_counts + line, size)
 
@@ -164,74 +172,50 @@ def nsa_selected_union_settle(counts, shared_counts, groups, shared_groups, BLOC
         tl.store(counts + first + i, tl.zeros([BLOCK], tl.int32), mask=first + i < groups)
 
 
-def allocate(selection: Selection, members: int, limit: int) -> Unions:
+def allocate(selection: Selection, members: int, limit: int, cost: float = 0.0) -> Unions:
     """Unions of `members` members each, of `limit` blocks at most."""
-    B, _T, R, _n = selection.block_indices.shape
+    indices = selection.block_indices
+    B, _T, R, _n = indices.shape
     groups = cdiv(selection.aligned, members * selection.stride)
-    blocks = selection.block_indices.new_empty(B, R, groups, limit, dtype=torch.int64)
-    return Unions(
-        blocks, selection.block_indices.new_empty(B, R, groups, dtype=torch.int32), members
-    )
+    blocks = indices.new_empty(B, R, groups, limit, dtype=torch.int64)
+    return Unions(blocks, indices.new_empty(B, R, groups, dtype=torch.int32), members, cost)
 
 
-def write_unions(
-    selection: Selection, unions: Unions | None, cost: float | None, shared: Unions | None = None
-) -> None:
+def write_unions(selection: Selection, unions: Unions | None, shared: Unions | None = None) -> None:
     """Writes the unions of groups with enough overlap, if any, and the `shared` unions in chunks;
     see the kernels."""
     B, T, R, n = selection.block_indices.shape
     whole, chunk = (unions, 0) if shared is None else (shared, CHUNK)
     if whole is None:
         return
-    unions = unions or whole
-    slots = next_power_of_2(n)
+    groups, slots = unions or whole, next_power_of_2(n)
     grid, flipped = launch.grid(whole.groups, B * R)
+    settings = Settings(
+        R, groups.members, whole.members // groups.members, selection.stride, slots, chunk,
+        unions is not None, selection.starts is not None, flipped,
+    )  # fmt: skip
     launcher(nsa_selected_union, grid)(
-        selection.block_indices, unions.blocks, unions.counts, whole.blocks, whole.counts,
-        selection.starts, selection.start, T, R, n, unions.limit, whole.limit, unions.groups,
-        whole.members, float(cost or 0.0), MEMBERS=unions.members,
-        GROUPS=whole.members // unions.members, STRIDE=selection.stride, SLOTS=slots, CHUNK=chunk,
-        OVERLAPPING=cost is not None, RAGGED=selection.starts is not None, FLIPPED=flipped,
+        selection.block_indices, groups.blocks, groups.counts, whole.blocks, whole.counts,
+        selection.starts, selection.start, T, n, groups.limit, whole.limit, groups.groups,
+        whole.members, groups.cost, settings,
         num_warps=1 if whole.members * slots <= (128 if chunk else WARP_INDICES) else 4,
     )  # fmt: skip
-    if shared is not None and cost is not None:
+    if shared is not None and unions is not None:
         launcher(nsa_selected_union_settle, (1,))(
             unions.counts, shared.counts, unions.counts.numel(), shared.counts.numel(),
             BLOCK=2048, num_warps=8,
         )  # fmt: skip
 
 
-def allocate_unions(
-    selection: Selection, H: int, dtype: torch.dtype
-) -> tuple[Unions | None, float]:
-    """Allocate the unions of a call with H query heads. Returns them and the cost of a block of a
-    union; (None, 0.0) if unions cannot be faster."""
+def allocate_unions(selection: Selection, H: int, dtype: torch.dtype) -> Unions | None:
+    """Allocate the unions of a call with H query heads; None if unions cannot be faster."""
     B, _T, R, n = selection.block_indices.shape
     rule = launch.union_rule(H // R * selection.stride, dtype)
     if rule is None or selection.gates is not None or not n:
-        return None, 0.0
-    groups = cdiv(selection.aligned, rule.members * selection.stride)
-    slots = next_power_of_2(n)
-    few = B * R * groups < rule.least
-    if few or rule.members * slots * slots > MAX_COMPARISONS:
-        return None, 0.0
+        return None
+    few = B * R * cdiv(selection.aligned, rule.members * selection.stride) < rule.least
+    if few or rule.members * next_power_of_2(n) ** 2 > MAX_COMPARISONS:
+        return None
     # a larger union is slower than its members
     limit = min(int(rule.members * n / rule.cost) + 1, rule.members * n)
-    return allocate(selection, rule.members, limit), rule.cost
-
-
-@triton.jit(do_not_specialize=["groups"])
-def nsa_selected_union_majority(counts, out, groups, BLOCK: tl.constexpr):
-    """One program. Writes whether most groups have a union."""
-    is_union = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, groups, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        is_union += (tl.load(counts + i, mask=i < groups, other=0) > 0).to(tl.int32)
-    tl.store(out, (tl.sum(is_union, 0) > groups // 2).to(tl.int32))
-
-
-def write_majority(unions: Unions, out: Tensor) -> None:
-    """Writes to out, [] int32, whether most groups have a union."""
-    launcher(nsa_selected_union_majority, (1,))(
-        unions.counts, out, unions.counts.numel(), BLOCK=4096, num_warps=8
-    )
+    return allocate(selection, rule.members, limit, float(rule.cost))

@@ -12,6 +12,8 @@ A branch on such a value diverges by warp and must not contain a barrier of seve
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,13 +34,12 @@ from ..common.gluon_sm90 import (
     reinterpret,
     thread_barrier,
 )
-from ..common.key_norms import bounds
-from ..common.launch import LOG2_E, CombineInputs, cdiv
+from ..common.launch import LOG2_E, CombineInputs
 from ..common.overrides import requested_sizes
 from ..common.precompile import launcher
 from ..common.primitives import LARGEST_BOUND
 from . import union
-from .inputs import Inputs
+from .inputs import Inputs, combine_group
 from .union import Unions
 
 # one compiled kernel for all lengths
@@ -59,6 +60,13 @@ MAX_SLOTS, MAX_BLOCKS = 32, 1 << 18
 # tiles of a multiprocessor at least: with fewer, too many are idle during the last tiles
 MIN_TILES_PER_SM = 8
 
+# compile-time settings: numbers of KV heads, head groups and query heads of one; keys of a block
+Settings = namedtuple("Settings", "K R G s WARPS CHUNK CHUNKS SLICE REGISTERS BOUNDED ADD COMBINE")
+# tensors of `union.Unions` and their sizes; `tiles` are all unions
+Tiles = namedtuple("Tiles", "blocks counts limit groups tiles")
+# slots of keys and values, and a full barrier per chunk
+Ring = namedtuple("Ring", "k v full")
+
 
 @gluon.jit
 def warp_number():
@@ -74,98 +82,83 @@ def warp_number():
 
 
 @gluon.jit
-def tile_coords(nth, groups, tiles, K, R):
+def tile_coords(nth, unions, F: gl.constexpr):
     """The nth tile: its number, batch row, head group, KV head and group of tokens. Tiles of a line
     (batch row x head group), which share keys and values in the cache, are adjacent. The last line,
     and every second line before it, starts with its last tokens, whose unions are largest: sizes
     then change gradually, and the last tiles are small."""
+    groups = unions.groups
     line, group = nth // groups, nth % groups
-    if (tiles // groups - line) % 2 == 1:
+    if (unions.tiles // groups - line) % 2 == 1:
         group = groups - 1 - group
-    return line * groups + group, line // R, line % R, line % R * K // R, group
+    return line * groups + group, line // F.R, line % F.R, line % F.R * F.K // F.R, group
 
 
 @gluon.jit
-def rows_smem(q, k_smem, v_smem, slot, CONSUMER: gl.constexpr):
+def rows_smem(q, ring, slot, CONSUMER: gl.constexpr):
     """Shared memory of a consumer's queries: from a slot on, in keys or values."""
-    smem = (k_smem if CONSUMER == 0 else v_smem).index(slot)
+    smem = (ring.k if CONSUMER == 0 else ring.v).index(slot)
     return reinterpret(smem, q.dtype, q.block_shape, q.layout)
 
 
 @gluon.jit
-def produce(
-    q, k, v, out, combine_cmp, combine_win, unions, sizes, s, ring, G: gl.constexpr,
-    WARPS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr, ADD: gl.constexpr,
-    COMBINE: gl.constexpr,
-):  # fmt: skip
+def produce(q, k, v, out, combine, unions, T, ring, F: gl.constexpr):
     """Producer warp. Copies each tile's queries, a consumer's to the slots of keys or of values,
     then its blocks. Prefetches the rows that the epilogue reads into L2."""
-    blocks, counts, limit, groups, tiles = unions
-    T, K, R = sizes
-    k_smem, v_smem, full = ring
+    CHUNK: gl.constexpr = F.CHUNK
     TOKENS: gl.constexpr = q.block_shape[1]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     E: gl.constexpr = v.block_shape[3]
-    THREADS: gl.constexpr = (CONSUMERS * WARPS + 1) * 32
+    THREADS: gl.constexpr = (CONSUMERS * F.WARPS + 1) * 32
     BYTES: gl.constexpr = k.block_shape[1] * (k.block_shape[3] + v.block_shape[3]) * 2
     done = 0
-    for nth in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        tile, b, r, h, group = tile_coords(nth, groups, tiles, K, R)
-        n = gl.load(counts + tile)
-        at = blocks + tile.to(gl.int64) * limit
+    for nth in range(gl.program_id(0), unions.tiles, gl.num_programs(0)):
+        tile, b, r, h, group = tile_coords(nth, unions, F)
+        n = gl.load(unions.counts + tile)
+        at = unions.blocks + tile.to(gl.int64) * unions.limit
         e, next_e = gl.load(at, mask=n > 0, other=0), gl.load(at + 1, mask=n > 1, other=0)
         if n >= 0:
-            stage = done % CHUNKS
-            if done >= CHUNKS:
+            stage = done % F.CHUNKS
+            if done >= F.CHUNKS:
                 for i in gl.static_range(CHUNK):
                     at_named_barrier("sync", stage * CHUNK + i, THREADS)
-            bar = full.index(stage)
+            bar = ring.full.index(stage)
             mbarrier.expect(bar, BYTES)
             mbarrier.arrive(bar, count=CHUNK - 1)
             for consumer in gl.static_range(CONSUMERS):
                 token = (group * CONSUMERS + consumer) * TOKENS
-                smem = rows_smem(q, k_smem, v_smem, stage * CHUNK, consumer)
-                load_box(q, [b, token, r * G, 0], bar, smem)
+                smem = rows_smem(q, ring, stage * CHUNK, consumer)
+                load_box(q, [b, token, r * F.G, 0], bar, smem)
             done += 1
         for j in range(0, n, CHUNK):
-            stage = done % CHUNKS
-            bar = full.index(stage)
+            stage = done % F.CHUNKS
+            bar = ring.full.index(stage)
             for i in gl.static_range(CHUNK):
-                at_key, valid = [b, e.to(gl.int32) * s, h, 0], j + i < n
+                at_key, valid = [b, e.to(gl.int32) * F.s, h, 0], j + i < n
                 slot = stage * CHUNK + i
-                if done >= CHUNKS:
+                if done >= F.CHUNKS:
                     at_named_barrier("sync", slot, THREADS)
                 mbarrier.expect(bar, BYTES, pred=valid)
                 mbarrier.arrive(bar, count=1, pred=j + i >= n)
-                load_box(k, at_key, bar, k_smem.index(slot), pred=valid)
-                load_box(v, at_key, bar, v_smem.index(slot), pred=valid)
+                load_box(k, at_key, bar, ring.k.index(slot), pred=valid)
+                load_box(v, at_key, bar, ring.v.index(slot), pred=valid)
                 e = next_e
                 next_e = gl.load(at + j + i + 2, mask=j + i + 2 < n, other=0)
             done += 1
         for first in gl.static_range(0, CONSUMERS * TOKENS, 32):
             i = first + gl.arange(0, 32, LANES)
             token = group * CONSUMERS * TOKENS + i
-            row = ((b * T + token).to(gl.int64) * R + r) * (G * E)
+            row = ((b * T + token).to(gl.int64) * F.R + r) * (F.G * E)
             real = (i < CONSUMERS * TOKENS) & (token < T) & (n >= 0)
-            if ADD:
-                fetch_rows(out, row, real, G * E * 2)
-            if COMBINE:
-                fetch_rows(combine_cmp, row, real, G * E * 2)
-                fetch_rows(combine_win, row, real, G * E * 2)
+            if F.ADD:
+                fetch_rows(out, row, real, F.G * E * 2)
+            if F.COMBINE:
+                fetch_rows(combine.cmp, row, real, F.G * E * 2)
+                fetch_rows(combine.win, row, real, F.G * E * 2)
     # complete every barrier
-    for chunk in range(gl.maximum(done - CHUNKS, 0), done):
+    for chunk in range(gl.maximum(done - F.CHUNKS, 0), done):
         for i in gl.static_range(CHUNK):
-            at_named_barrier("sync", chunk % CHUNKS * CHUNK + i, THREADS)
-
-
-@gluon.jit
-def allocate_ring(k, v, CHUNK: gl.constexpr, CHUNKS: gl.constexpr):
-    """Ring of slots for keys and values, and a full barrier per chunk."""
-    SLOTS: gl.constexpr = CHUNK * CHUNKS
-    k_smem, v_smem, full = buffers(k, SLOTS), buffers(v, SLOTS), barriers(CHUNKS, CHUNK)
-    fence_async_shared()
-    thread_barrier()
-    return k_smem, v_smem, full
+            at_named_barrier("sync", chunk % F.CHUNKS * CHUNK + i, THREADS)
 
 
 @gluon.jit
@@ -193,42 +186,38 @@ def fold(q, k_tile, v_tile, acc, m, l, scale_log2, BY_BOUND: gl.constexpr, SLICE
 
 @gluon.jit
 def consume(
-    queries, norms, unions, outputs, combine, sizes, scale_log2, ring, CONSUMER: gl.constexpr,
-    G: gl.constexpr, WARPS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
-    SLICE: gl.constexpr, BOUNDED: gl.constexpr, ADD: gl.constexpr, COMBINE: gl.constexpr,
+    queries, norms, unions, out, lse, combine, T, scale_log2, ring, CONSUMER: gl.constexpr,
+    F: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup: attention of its members to the blocks that they chose. Skips tiles of
     negative size."""
-    blocks, counts, limit, groups, tiles = unions
-    out, lse, layer_out = outputs
-    combine_cmp, combine_win, combine_gates, g_b, g_t, g_h, g_3 = combine
-    T, K, R = sizes
-    k_smem, v_smem, full = ring
+    CHUNK: gl.constexpr = F.CHUNK
+    WARPS: gl.constexpr = F.WARPS
     THREADS: gl.constexpr = (CONSUMERS * WARPS + 1) * 32
     TOKENS: gl.constexpr = queries.block_shape[1]
     GROUP: gl.constexpr = queries.block_shape[2]
     M: gl.constexpr = TOKENS * GROUP
-    D: gl.constexpr = k_smem.shape[4]
-    E: gl.constexpr = v_smem.shape[4]
-    BLOCK_N: gl.constexpr = k_smem.shape[2]
+    D: gl.constexpr = ring.k.shape[4]
+    E: gl.constexpr = ring.v.shape[4]
+    BLOCK_N: gl.constexpr = ring.k.shape[2]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     member = CONSUMER * WARPS + warp_number() % WARPS
     done = 0
-    for nth in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        tile, b, r, h, group = tile_coords(nth, groups, tiles, K, R)
-        n = gl.load(counts + tile)
-        at = blocks + tile.to(gl.int64) * limit
+    for nth in range(gl.program_id(0), unions.tiles, gl.num_programs(0)):
+        tile, b, r, h, group = tile_coords(nth, unions, F)
+        n = gl.load(unions.counts + tile)
+        at = unions.blocks + tile.to(gl.int64) * unions.limit
         e = gl.load(at)  # unused without blocks
-        if BOUNDED:
-            longest_key = gl.load(norms + b * K + h)
+        if F.BOUNDED:
+            longest_key = gl.load(norms + b * F.K + h)
         if n >= 0:
-            stage = done % CHUNKS
-            mbarrier.wait(full.index(stage), (done // CHUNKS) & 1)
-            q_tile = rows_smem(queries, k_smem, v_smem, stage * CHUNK, CONSUMER).reshape([M, D])
+            stage = done % F.CHUNKS
+            mbarrier.wait(ring.full.index(stage), (done // F.CHUNKS) & 1)
+            q_tile = rows_smem(queries, ring, stage * CHUNK, CONSUMER).reshape([M, D])
             q = q_tile.load(gl.DotOperandLayout(0, MMA, 2))
             m = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
             by_bound = False
-            if BOUNDED:
+            if F.BOUNDED:
                 x = q_tile.load(MMA).to(gl.float32)
                 bound = gl.sqrt(gl.sum(x * x, 1)) * longest_key
                 bound = bound * gl.abs(scale_log2)
@@ -242,63 +231,52 @@ def consume(
             acc = gl.zeros([M, E], gl.float32, MMA)
             l = gl.zeros([M], gl.float32, gl.SliceLayout(1, MMA))
             # subtracts the row bound, or else the running maximum
-            for way in gl.static_range(0 if BOUNDED else 1, 2):
+            for way in gl.static_range(0 if F.BOUNDED else 1, 2):
                 count = n
-                if BOUNDED:
+                if F.BOUNDED:
                     count = gl.where(by_bound == (way == 0), n, 0)
                 for j in range(0, count, CHUNK):
-                    stage = done % CHUNKS
-                    mbarrier.wait(full.index(stage), (done // CHUNKS) & 1)
+                    stage = done % F.CHUNKS
+                    mbarrier.wait(ring.full.index(stage), (done // F.CHUNKS) & 1)
                     for i in range(CHUNK):
                         chosen = ((e >> 32).to(gl.int32) >> member) & 1
                         e = gl.load(at + j + i + 1, mask=j + i + 1 < n, other=0)
                         slot = stage * CHUNK + i
                         if chosen != 0:
                             acc, m, l = fold(
-                                q, k_smem.index(slot).reshape([BLOCK_N, D]),
-                                v_smem.index(slot).reshape([BLOCK_N, E]), acc, m, l, scale_log2,
-                                way == 0, SLICE,
+                                q, ring.k.index(slot).reshape([BLOCK_N, D]),
+                                ring.v.index(slot).reshape([BLOCK_N, E]), acc, m, l, scale_log2,
+                                way == 0, F.SLICE,
                             )  # fmt: skip
                         at_named_barrier("arrive", slot, THREADS)
                     done += 1
             token = (group * CONSUMERS + CONSUMER) * TOKENS
             finish(
-                acc, m, l, out, lse, combine_cmp, combine_win, combine_gates, layer_out, b, r,
-                token, T, R, g_b, g_t, g_h, g_3, G, GROUP, WARPS, ADD, COMBINE,
+                acc, m, l, out, lse, combine, b, r, token, T, F.R, F.G, GROUP, WARPS, F.ADD,
+                F.COMBINE,
             )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def nsa_selected_fwd_union_sm90(
-    q, k, v, norms, blocks, counts, out, lse, combine_cmp, combine_win, combine_gates, layer_out,
-    T, K, R, limit, s, groups, tiles, scale_log2, g_b, g_t, g_h, g_3,
-    G: gl.constexpr, WARPS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
-    SLICE: gl.constexpr, REGISTERS: gl.constexpr, BOUNDED: gl.constexpr, ADD: gl.constexpr,
-    COMBINE: gl.constexpr,
+    q, k, v, norms, blocks, counts, out, lse, combine, T, limit, groups, tiles, scale_log2,
+    F: gl.constexpr,
 ):  # fmt: skip
     """One persistent program; a consumer's queries are a box of q. Writes out and lse, with ADD
     combined with the previous out and lse; with COMBINE also the layer's output."""
-    unions, sizes = (blocks, counts, limit, groups, tiles), (T, K, R)
-    outputs = (out, lse, layer_out)
-    combine = (combine_cmp, combine_win, combine_gates, g_b, g_t, g_h, g_3)
-    ring = allocate_ring(k, v, CHUNK, CHUNKS)
+    SLOTS: gl.constexpr = F.CHUNK * F.CHUNKS
+    unions = Tiles(blocks, counts, limit, groups, tiles)
+    ring = Ring(buffers(k, SLOTS), buffers(v, SLOTS), barriers(F.CHUNKS, F.CHUNK))
+    fence_async_shared()
+    thread_barrier()
     gl.warp_specialize(
         [
-            (consume, (
-                q, norms, unions, outputs, combine, sizes, scale_log2, ring, 0, G, WARPS, CHUNK,
-                CHUNKS, SLICE, BOUNDED, ADD, COMBINE,
-            )),
-            (consume, (
-                q, norms, unions, outputs, combine, sizes, scale_log2, ring, 1, G, WARPS, CHUNK,
-                CHUNKS, SLICE, BOUNDED, ADD, COMBINE,
-            )),
-            (produce, (
-                q, k, v, out, combine_cmp, combine_win, unions, sizes, s, ring, G, WARPS, CHUNK,
-                CHUNKS, ADD, COMBINE,
-            )),
+            (consume, (q, norms, unions, out, lse, combine, T, scale_log2, ring, 0, F)),
+            (consume, (q, norms, unions, out, lse, combine, T, scale_log2, ring, 1, F)),
+            (produce, (q, k, v, out, combine, unions, T, ring, F)),
         ],
-        [WARPS, 1],
-        [REGISTERS, 24],
+        [F.WARPS, 1],
+        [F.REGISTERS, 24],
     )  # fmt: skip
 
 
@@ -306,28 +284,24 @@ def is_supported(inputs: Inputs) -> bool:
     """Whether the kernel supports a call and has enough tiles to be faster. With
     `launch.using({"union_sm90": True})` any number of tiles is enough; with False, or with a tile
     config of the caller, the kernel never runs."""
-    q, k, selection = inputs.q, inputs.k, inputs.selection
+    q, at, selection = inputs.q, inputs.facts, inputs.selection
     allowed = launch.override.get("union_sm90")
     if allowed is False or requested_sizes("query_major.forward") or not sm90.available(q):
         return False
-    (B, T, R, n), stride = selection.block_indices.shape, selection.stride
-    rows = launch.FEW_ROWS <= inputs.groups * stride <= ROWS
-    if stride > 1:  # a tile starts at an aligned group of tokens
-        rows = rows and ROWS % stride == 0
-        rows = rows and selection.starts is None and selection.start % stride == 0
-    slots = 0 < n <= MAX_SLOTS and k.shape[1] // selection.s < MAX_BLOCKS
+    rows = launch.FEW_ROWS <= at.rows <= ROWS
+    if at.stride > 1:  # a tile starts at an aligned group of tokens
+        rows = rows and ROWS % at.stride == 0 and not at.ragged
+        rows = rows and selection.start % at.stride == 0
+    slots = 0 < at.n <= MAX_SLOTS and at.S // at.s < MAX_BLOCKS
     least = 0 if allowed else MIN_TILES_PER_SM * sm90.multiprocessors(q.device)
-    enough = B * R * (T // (MEMBERS * stride)) >= least
+    enough = at.B * at.R * (at.T // (MEMBERS * at.stride)) >= least
     return rows and slots and enough and inputs.suits_gluon
 
 
-def allocate_shared(inputs: Inputs) -> Unions:
-    """Shared unions, unwritten."""
-    selection = inputs.selection
-    blocks = cdiv(inputs.k.shape[1], selection.s)
-    return union.allocate(
-        selection, MEMBERS, min(MEMBERS * selection.block_indices.shape[3], blocks)
-    )
+def allocate_shared(inputs: Inputs) -> Unions | None:
+    """Shared unions, unwritten; None if the kernel does not support the call."""
+    limit = min(MEMBERS * inputs.facts.n, inputs.facts.C)
+    return union.allocate(inputs.selection, MEMBERS, limit) if is_supported(inputs) else None
 
 
 def forward(
@@ -341,17 +315,17 @@ def forward(
 ) -> None:
     """Writes out and lse over the top-n blocks of groups without unions of their own, with `add`
     combined with their previous values."""
-    q, k, v, selection, scale = inputs
-    tiles, stride, box = unions.counts.numel(), selection.stride, [1, selection.s, 1, q.shape[-1]]
+    q, at, tiles = inputs.q, inputs.facts, unions.counts.numel()
+    box, q_box = [1, at.s, 1, at.D], [1, WARPS * at.stride, ROWS // at.stride, at.D]
     if not tiles:
         return
+    settings = Settings(
+        at.K, at.R, at.G, at.s, WARPS, union.CHUNK, CHUNKS, SLICE, REGISTERS, norms is not None,
+        add, combine_inputs is not None,
+    )  # fmt: skip
     # a program fills a multiprocessor
     launcher(nsa_selected_fwd_union_sm90, (min(tiles, sm90.multiprocessors(q.device)),))(
-        q=sm90.box(q, [1, WARPS * stride, ROWS // stride, q.shape[-1]]), k=sm90.box(k, box),
-        v=sm90.box(v, box), blocks=unions.blocks, counts=unions.counts, out=out, lse=lse,
-        T=q.shape[1], K=k.shape[2], R=selection.block_indices.shape[2], limit=unions.limit,
-        s=selection.s, groups=unions.groups, tiles=tiles, scale_log2=scale * LOG2_E,
-        G=inputs.groups, WARPS=WARPS, CHUNK=union.CHUNK, CHUNKS=CHUNKS, SLICE=SLICE,
-        REGISTERS=REGISTERS, ADD=add, num_warps=WARPS, **bounds(norms),
-        **launch.combine_arguments(combine_inputs),
+        sm90.box(q, q_box), sm90.box(inputs.k, box), sm90.box(inputs.v, box), norms, unions.blocks,
+        unions.counts, out, lse, combine_group(combine_inputs), at.T, unions.limit, unions.groups,
+        tiles, inputs.scale * LOG2_E, settings, num_warps=WARPS,
     )  # fmt: skip

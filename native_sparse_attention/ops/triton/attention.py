@@ -356,7 +356,7 @@ def forward_selected(
         forced = selected.forced_blocks(inputs)
         if forced is not None:
             partial = flash_fwd.forward(q, scale=scale, sinks=sinks, norms=norms, **forced)[:2]
-    out, lse = selected.forward(inputs, partial, sinks, norms=norms, plan=plan)
+    out, lse = selected.forward(inputs, partial, sinks, None, norms, plan)
     return out, lse, block_indices
 
 
@@ -506,23 +506,12 @@ def backward_branches(
     d_gates = None
     if chosen.gates is not None:
         d_gates = selected.topn_backward_q(*selected_args, dq, plan)
-    if plan.concurrent:
-        buffer = k.new_empty(k.numel() + v.numel(), dtype=torch.float32)
-        topn_dk, topn_dv = buffer[: k.numel()].view(k.shape), buffer[k.numel() :].view(v.shape)
     with streams.forked(q.device, ahead=True) as ahead, streams.forked(q.device) as side:
         with ahead:
             plan.run(chosen)
-            if plan.concurrent:
-                buffer.zero_()
             ready = streams.mark(q.device)
-        if plan.concurrent:
-            through_queries()
-            done = streams.mark(q.device)
         with side:
-            if plan.concurrent:
-                selected.topn_backward_kv(*selected_args, topn_dk, topn_dv, dq, plan, ready, done)
-            else:
-                through_queries()
+            through_queries()
         partials = [flash_bwd.backward_kv(query, ck, cv, range_cmp, scale, cmp)]
         grads["ck"], grads["cv"] = reduce_partials(partials, ck, cv, ck.dtype)
         partials = [flash_bwd.backward_kv(q, near_k, near_v, range_win, scale, win, within)]
@@ -534,15 +523,13 @@ def backward_branches(
         if not within:
             dk, dv = selected.forced_backward_kv(*selected_args)
             partials.append((dk[None], dv[None]))
-        if not plan.concurrent:
-            dk, dv = reduce_partials(partials, k, v)  # topn_backward_kv adds to these
-            partials = [(dk[None], dv[None])]
+        dk, dv = reduce_partials(partials, k, v)  # topn_backward_kv adds to these
         if not plan.is_key_major:
-            selected.topn_backward_kv(*selected_args, dk, dv, dq, plan, ready)
-    if plan.concurrent:
-        partials.append((topn_dk[None], topn_dv[None]))
-    elif plan.is_key_major:
+            streams.wait(q.device, ready)
+            selected.topn_backward_kv(*selected_args, dk, dv, dq, plan)
+    if plan.is_key_major:  # adds to dq behind the other launches
         selected.topn_backward_kv(*selected_args, dk, dv, dq, plan)
+    partials = [(dk[None], dv[None])]
     grads["k"], grads["v"] = reduce_partials(partials, k, v, k.dtype)
     grads["q"] = dq.result()
     if t.cq is not None:
