@@ -1,8 +1,9 @@
-"""What an error may be: a kernel's against that of eager PyTorch in the same dtype."""
+"""The oracle: what a backend's error may be, against that of eager PyTorch in the same dtype."""
 
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
-import pytest
 import torch
 
 from native_sparse_attention.ops import chunked, reference
@@ -11,6 +12,9 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 
 KEYS, VALUES = ("k", "ck", "mem_k", "window_k"), ("v", "cv", "mem_v", "window_v")
+# kernels of a Hopper wherever they can run, and nowhere
+SM90 = ("flash_sm90", "key_major_sm90", "key_major_dq_sm90", "union_sm90")
+FORMS = {"sm90": dict.fromkeys(SM90, True), "portable": dict.fromkeys(SM90, False)}
 
 
 def draw(T, S, H, K, D, E, dtype=torch.float32):
@@ -18,13 +22,36 @@ def draw(T, S, H, K, D, E, dtype=torch.float32):
     return [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
 
 
-def results(op, tensors, weights, dtype, backend, **kwargs):
+@contextmanager
+def running(backend: str) -> Iterator[str]:
+    """The `backend` to ask for: "chunked" is eager PyTorch in small tiles, "sm90" and "portable"
+    are forms of Triton's."""
+    with ExitStack() as stack:
+        if backend == "chunked":
+            sizes = dict(MAX_SCORES=0, CHUNK_SCORES=800, LEAST_QUERIES=1, KEYS=16)
+            stack.enter_context(patch.multiple(chunked, **sizes))
+            stack.enter_context(patch.object(chunked.local, "is_supported", lambda *_: False))
+            yield "eager"
+        elif backend in FORMS:
+            from native_sparse_attention.kernels.common import launch
+
+            stack.enter_context(launch.using(FORMS[backend]))
+            yield "triton"
+        else:
+            yield backend
+
+
+def results(op, tensors, weights, dtype, backend, gradients=True, **kwargs):
     """Output, log-sum-exp where the operation gives one, and every gradient, in `dtype`."""
     leaves = {
-        name: t.to(dtype).detach().requires_grad_() for name, t in tensors.items() if t is not None
+        name: t.to(dtype).detach().requires_grad_(gradients)
+        for name, t in tensors.items()
+        if t is not None
     }
-    given = op(**leaves, backend=backend, **kwargs)
-    values = dict(zip(("out", "lse"), given if isinstance(given, tuple) else (given,)))
+    outs = op(**leaves, backend=backend, **kwargs)
+    values = dict(zip(("out", "lse"), outs if isinstance(outs, tuple) else (outs,)))
+    if not gradients:
+        return values
     loss = (values["out"] * weights[0].to(dtype)).sum()
     if "lse" in values:
         lse = values["lse"]
@@ -41,33 +68,43 @@ def products_in(dtype):
     def in_dtype(product):
         return lambda a, x: product(a.to(dtype), x.to(dtype)).to(a.dtype)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "times", in_dtype(reference.times))
-        patch.setattr(chunked, "times", in_dtype(chunked.times))
-        patch.setattr(chunked, "times_over_rows", in_dtype(chunked.times_over_rows))
+    with (
+        patch.object(reference, "times", in_dtype(reference.times)),
+        patch.object(chunked, "times", in_dtype(chunked.times)),
+        patch.object(chunked, "times_over_rows", in_dtype(chunked.times_over_rows)),
+    ):
         yield
 
 
-def assert_right(op, tensors, dtype, backend="triton", **kwargs):
-    """Within twice the error of eager PyTorch in the same dtype, both against fp64, and one ulp of
-    the largest value. What is a difference of larger terms (a gradient, a dot product) may also err
-    by one float32 ulp of the terms: a row with one key has a gradient of exactly 0. Those of a
-    block's gate are such differences times logits."""
-    q = tensors["q"]
-    values = [tensors[name] for name in VALUES if tensors.get(name) is not None]
+def largest_norm(tensors):
+    return max((t.double().norm(dim=-1).max() for t in tensors if t.numel()), default=0.0)
+
+
+def assert_right(
+    op, tensors, dtype, backend="triton", specification=None, gradients=True, **kwargs
+):
+    """Within twice the error of eager PyTorch in the same dtype, both against fp64 of the
+    specification (by default the operation itself in eager PyTorch), and one ulp of the largest
+    value. What is a difference of larger terms (a gradient, a dot product) may also err by one
+    float32 ulp of the terms: a row with one key has a gradient of exactly 0. Those of a block's
+    gate are such differences times logits."""
+    q, specification = tensors["q"], specification or op
+    values, keys = (
+        [tensors[name] for name in names if tensors.get(name) is not None]
+        for names in (VALUES, KEYS)
+    )
     weights = (
         torch.randn(*q.shape[:3], values[0].shape[-1], device=DEVICE).to(dtype),
         torch.randn(q.shape[:3], device=DEVICE),
     )
-    actual = results(op, tensors, weights, dtype, backend, **kwargs)
-    exact = results(op, tensors, weights, torch.float64, "eager", **kwargs)
+    with running(backend) as name:
+        actual = results(op, tensors, weights, dtype, name, gradients, **kwargs)
+    call = specification, tensors, weights
+    exact = results(*call, torch.float64, "eager", gradients, **kwargs)
     with products_in(dtype):
-        low = results(op, tensors, weights, dtype, "eager", **kwargs)
-    sizes = [t.double().norm(dim=-1).max() for t in (weights[0], *values) if t.numel()]
-    terms = sizes[0] * max(sizes[1:], default=0.0)
-    keys = [tensors[name] for name in KEYS if tensors.get(name) is not None]
-    sizes = [t.double().norm(dim=-1).max() for t in (q, *keys) if t.numel()]
-    logits = sizes[0] * max(sizes[1:], default=0.0) * q.shape[-1] ** -0.5
+        low = results(*call, dtype, "eager", gradients, **kwargs)
+    terms = largest_norm(weights[:1]) * largest_norm(values)
+    logits = largest_norm([q]) * largest_norm(keys) * q.shape[-1] ** -0.5
     for name, value in actual.items():
         value, right = value.double(), exact[name].double()
         empty = right.isneginf()

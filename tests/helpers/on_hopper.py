@@ -20,17 +20,10 @@ MARKS = [
 
 
 def layer(tensors, d_out, within, **settings):
-    """The layer and its gradients, by the kernels that `within` says."""
+    """The layer and its gradients, by the kernels that `within` says. The tensors are those of
+    `native_sparse_attention` in order."""
     # in all threads: the backward has its own
     with launch.using(within):
-        out = native_sparse_attention(*tensors, backend="triton", **settings)
+        q, k, v, ck, cv, gates = tensors
+        out = native_sparse_attention(q, k, v, ck, cv, gates, backend="triton", **settings)
         return [out.detach(), *torch.autograd.grad(out, tensors, d_out)]
-
-
-def chosen(B, T, R, n, s):
-    """Blocks before each token's own, -1 where there are no more; some lists have none at all."""
-    order = torch.rand(B, T, R, max(T // s, n)).argsort(-1)[..., :n].int()
-    own = torch.arange(T)[:, None, None] // s
-    order = torch.where((order > 0) & (order < own - 1), order, -1)
-    order[:, ::11] = -1
-    return order.to(DEVICE)

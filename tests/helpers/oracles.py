@@ -5,31 +5,38 @@ Slow and small, sharing nothing with the library; it says which keys a query see
 weight, and the softmax is the textbook's.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
 
-def softmax_attention(q, keys, values, logit_factor=None, scale=None):
+def softmax_attention(q, keys, values, factor=None, scale=None, soft_cap=None, sink=None):
     """q [D], keys [N, D], values [N, E] -> (out [E], lse); 0 and -inf for no keys."""
-    if len(keys) == 0:
-        return values.new_zeros(values.shape[-1]), q.new_full((), float("-inf"))
     logits = keys @ q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if logit_factor is not None:
-        logits = logits * logit_factor
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    if factor is not None:
+        logits = logits * factor
+    if sink is not None:
+        logits = torch.cat((logits, sink[None]))
+        values = torch.cat((values, values.new_zeros(1, values.shape[-1])))
+    if len(logits) == 0:
+        return values.new_zeros(values.shape[-1]), q.new_full((), float("-inf"))
     return logits.softmax(0) @ values, logits.logsumexp(0)
 
 
-def per_query(q, kv_heads, fn):
-    """Call fn(b, position t, head h, kv head) for each and lay the (out, lse) out as [B, T, H,
-    ...]."""
+def per_query(q, kv_heads, sinks, keys_of, **softmax):
+    """Attention of each query to the keys, values and factors `keys_of(b, position t, head h, KV
+    head)`, laid out as [B, T, H, ...]."""
     B, T, H, _ = q.shape
     outs, lses = [], []
-    for b in range(B):
-        for t in range(T):
-            for h in range(H):
-                out, lse = fn(b, t, h, h // (H // kv_heads))
-                outs.append(out)
-                lses.append(lse)
+    for b, t, h in itertools.product(range(B), range(T), range(H)):
+        sink = None if sinks is None else sinks[h]
+        keys = keys_of(b, t, h, h // (H // kv_heads))
+        out, lse = softmax_attention(q[b, t, h], *keys, **softmax, sink=sink)
+        outs.append(out)
+        lses.append(lse)
     return torch.stack(outs).view(B, T, H, -1), torch.stack(lses).view(B, T, H)
 
 
@@ -37,25 +44,32 @@ def visible_windows(i, W, d, causal):
     return [w for w in range(W) if not causal or (w + 1) * d - 1 < i]
 
 
-def compressed(q, ck, cv, mem_k, mem_v, d, causal, offset, scale=None):
-    def one(b, t, h, k):
-        w = visible_windows(offset + t, ck.shape[1], d, causal)
+def compressed(
+    q, ck, cv, mem_k=None, mem_v=None, sinks=None, *, compress_block_sliding_stride, seq_len,
+    causal, **softmax,
+):  # fmt: skip
+    offset, W = seq_len - q.shape[1], ck.shape[1]
+
+    def keys_of(b, t, h, k):
+        w = visible_windows(offset + t, W, compress_block_sliding_stride, causal)
         keys, values = ck[b, w, k], cv[b, w, k]
         if mem_k is not None:
             keys, values = torch.cat((mem_k[k], keys)), torch.cat((mem_v[k], values))
-        return softmax_attention(q[b, t, h], keys, values, scale=scale)
+        return keys, values
 
-    return per_query(q, ck.shape[2], one)
+    return per_query(q, ck.shape[2], sinks, keys_of, **softmax)
 
 
-def window(q, k, v, w, causal, offset, scale=None):
-    def one(b, t, h, kv):
+def window(q, k, v, sinks=None, *, sliding_window_size, causal, **softmax):
+    offset, w = k.shape[1] - q.shape[1], sliding_window_size
+
+    def keys_of(b, t, h, kv):
         i = offset + t
         last = i if causal else i + w
         j = [j for j in range(k.shape[1]) if i - w <= j <= last]
-        return softmax_attention(q[b, t, h], k[b, j, kv], v[b, j, kv], scale=scale)
+        return k[b, j, kv], v[b, j, kv]
 
-    return per_query(q, k.shape[2], one)
+    return per_query(q, k.shape[2], sinks, keys_of, **softmax)
 
 
 def forced_blocks(i, num_blocks, s, causal, initial, local):
@@ -67,25 +81,32 @@ def forced_blocks(i, num_blocks, s, causal, initial, local):
     return forced
 
 
-def selected(q, k, v, indices, s, causal, offset, initial=0, local=1, gates=None, scale=None):
-    S = k.shape[1]
+def selected(
+    q, k, v, gates=None, sinks=None, *, block_indices, selection_block_size, causal,
+    num_initial_blocks=0, num_local_blocks=1, **softmax,
+):  # fmt: skip
+    S, s, offset = k.shape[1], selection_block_size, k.shape[1] - q.shape[1]
 
-    def one(b, t, h, kv):
+    def keys_of(b, t, h, kv):
         i = offset + t
-        r = h // (q.shape[2] // indices.shape[2])
-        chosen = {c: slot for slot, c in enumerate(indices[b, t, r].tolist()) if c >= 0}
-        forced = forced_blocks(i, -(-S // s), s, causal, initial, local)
+        r = h // (q.shape[2] // block_indices.shape[2])
+        chosen = {c: slot for slot, c in enumerate(block_indices[b, t, r].tolist()) if c >= 0}
+        forced = forced_blocks(i, -(-S // s), s, causal, num_initial_blocks, num_local_blocks)
         attended = set(chosen) | forced
         j = [j for j in range(S) if j // s in attended and (not causal or j <= i)]
         factor = None
-        if gates is not None:
-            one = gates.new_ones(())
+        if gates is not None and j:
             gated = set(chosen) - forced
-            factor = [gates[b, t, r, chosen[x // s]] if x // s in gated else one for x in j]
-            factor = torch.stack(factor) if factor else None
-        return softmax_attention(q[b, t, h], k[b, j, kv], v[b, j, kv], factor, scale)
+            one = gates.new_ones(())
+            factor = torch.stack(
+                [gates[b, t, r, chosen[x // s]] if x // s in gated else one for x in j]
+            )
+        return k[b, j, kv], v[b, j, kv], factor
 
-    return per_query(q, k.shape[2], one)
+    return per_query(q, k.shape[2], sinks, keys_of, **softmax)
+
+
+ORACLES = {"compressed": compressed, "selected": selected, "window": window}
 
 
 def block_scores(q, ck, mem_k, *, i, b, heads, kv, l, d, s, S, rule, interpolated, causal):

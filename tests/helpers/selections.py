@@ -1,12 +1,10 @@
 """Selections drawn at random, scored in float64, and what a kernel may have chosen of them."""
 
-import pytest
 import torch
 
-from native_sparse_attention import blocks, compressed_attention
+from native_sparse_attention import blocks, select_blocks
 from native_sparse_attention.ops import reference
-from native_sparse_attention.ops.triton import backend as triton_backend
-from tests.helpers.budget import CUDA, DEVICE
+from tests.helpers.budget import CUDA, DEVICE, running
 
 # Triton's interpreter has no bfloat16
 DTYPE = torch.bfloat16 if CUDA else torch.float16
@@ -24,14 +22,12 @@ SETTINGS = dict(
     query_heads_share_selected_kv=True,
     causal=True,
 )
-RULES = [
-    dict(importance="logits"),
-    dict(importance="logits", interpolated_importance_score=True),
-    dict(importance="probs"),
-    dict(importance="max"),
-]
-rules = pytest.mark.parametrize("rule", RULES, ids=["logits", "interpolated", "probs", "max"])
-both = pytest.mark.parametrize("causal", [True, False])
+RULES = {
+    "logits": dict(importance="logits"),
+    "interpolated": dict(interpolated_importance_score=True),
+    "probs": dict(importance="probs"),
+    "max": dict(importance="max"),
+}
 
 
 def sizes(l, d, s):
@@ -99,31 +95,15 @@ def rounding(q, ck, mem_k, settings, scale, exact):
     return eps * (1 + 2 * logits) * exact.max()
 
 
-def assert_right(q, ck, mem_k, S, q_offset=None, scale=None, with_lse=False, **changed):
+def assert_right(q, ck, mem_k, S, q_offset=None, scale=None, backend="triton", **changed):
     """A score may err by twice what eager PyTorch errs in the same dtype, and one float32 ulp of
     its terms; so the block in place j differs by at most twice that from the j-th best."""
     settings = {**SETTINGS, **changed}
     T, R = q.shape[1], settings["selection_stride"]
     start = S - T if q_offset is None else q_offset
     call = dict(settings, seq_len=S, mem_k=mem_k, q_offset=start, scale=scale)
-    lse = None
-    if with_lse:
-        memory = None if mem_k is None else mem_k.float()
-        _, lse = compressed_attention(
-            q.float(),
-            ck.float(),
-            ck.float(),
-            compress_block_sliding_stride=settings["compress_block_sliding_stride"],
-            mem_k=memory,
-            mem_v=memory,
-            causal=settings["causal"],
-            q_offset=start,
-            seq_len=S,
-            scale=scale,
-            return_lse=True,
-            backend="eager",
-        )
-    actual, _ = triton_backend.select_blocks(q, ck, lse=lse, **call)
+    with running(backend) as name:
+        actual = select_blocks(q, ck, **call, backend=name)
     expected, _ = reference.select_blocks(q, ck, **call)
     assert actual.dtype == torch.int32 and actual.shape == expected.shape
     assert torch.equal(actual < 0, expected < 0)
@@ -147,15 +127,15 @@ def assert_right(q, ck, mem_k, S, q_offset=None, scale=None, with_lse=False, **c
         for dtype in (torch.float64, torch.float32)
     )
     ranked = candidates(i, C, settings).expand_as(exact)
-    found = actual >= 0
-    assert (ranked.gather(-1, actual.clamp(min=0)) | ~found).all(), "no candidate was chosen"
-    blocks_chosen = torch.where(found, actual, -1 - torch.arange(actual.shape[-1], device=DEVICE))
-    assert (blocks_chosen.sort(dim=-1).values.diff(dim=-1) != 0).all(), "a block was chosen twice"
-    if not found.any():
+    is_block = actual >= 0
+    assert (ranked.gather(-1, actual.clamp(min=0)) | ~is_block).all(), "no candidate was chosen"
+    chosen = torch.where(is_block, actual, -1 - torch.arange(actual.shape[-1], device=DEVICE))
+    assert (chosen.sort(dim=-1).values.diff(dim=-1) != 0).all(), "a block was chosen twice"
+    if not is_block.any():
         return
     eager = (low - exact).abs().masked_fill(~ranked, 0).max()
     budget = 2 * eager + rounding(q, ck, mem_k, settings, scale, exact[ranked])
     best = exact.masked_fill(~ranked, float("-inf")).sort(dim=-1, descending=True).values
     best = torch.nn.functional.pad(best, (0, actual.shape[-1]))[..., : actual.shape[-1]]
-    error = (exact.gather(-1, actual.clamp(min=0)) - best).abs()[found].max()
+    error = (exact.gather(-1, actual.clamp(min=0)) - best).abs()[is_block].max()
     assert error <= 2 * budget, f"{error:.2e} > 2 x {budget:.2e}"

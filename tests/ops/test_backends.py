@@ -1,21 +1,14 @@
 """What `backend="auto"` stands for."""
 
-import functools
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from native_sparse_attention import (
-    compressed_attention,
     native_sparse_attention,
-    selected_attention,
-    sliding_window_attention,
 )
 from native_sparse_attention.config import AttentionConfig
-from native_sparse_attention.ops import chunked
 from native_sparse_attention.ops.triton import backend as triton_backend
-from tests.helpers.budget import DEVICE, assert_right, draw
 
 
 def operators_in_graphs(T, device):
@@ -76,45 +69,3 @@ def test_tiles_that_a_gpu_does_not_hold(monkeypatch, op, dtype, heads, width, T,
         else:
             (reason,) = reasons
             assert f"this GPU holds {memory * 1024}" in reason
-
-
-def in_pieces(op, monkeypatch):
-    """The operation, whose `backend="pieces"` is eager in tiles or chunks whatever the size."""
-
-    def run(*args, backend, **kwargs):
-        with monkeypatch.context() as patch:
-            if backend == "pieces":
-                patch.setattr(chunked, "MAX_SCORES", 0)
-                patch.setattr(chunked, "CHUNK_SCORES", 1 << 14)
-                backend = "eager"
-            return op(*args, backend=backend, **kwargs)
-
-    return run
-
-
-@pytest.mark.parametrize("backend", ["pieces", pytest.param("flex", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(
-    "dtype, causal",
-    [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False)],
-    ids=str,
-)
-@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
-def test_others_keep_the_budget_of_errors(monkeypatch, branch, dtype, causal, backend):
-    """Outputs, log-sum-exps and all gradients, those of memories too, as the kernels' tests ask."""
-    T, S, d, s = 150, 203, 8, 16
-    H, K, D, E = 4, 2, 64, 32
-    length = S if branch != "compressed" else S // d if causal else -(-S // d)
-    q, k, v = draw(T, length, H, K, D, E, dtype)
-    tensors = {"q": q, "k": k, "v": v}
-    if branch == "compressed":
-        memory = [torch.randn(K, 2, width, device=DEVICE).to(dtype) for width in (D, E)]
-        tensors = {"q": q, "ck": k, "cv": v, "mem_k": memory[0], "mem_v": memory[1]}
-        op, settings = compressed_attention, dict(compress_block_sliding_stride=d, seq_len=S)
-    elif branch == "selected":
-        lists = torch.rand(2, T, K, -(-S // s), device=DEVICE).argsort(-1)[..., :3].int()
-        op = functools.partial(selected_attention, block_indices=lists)
-        settings = dict(selection_block_size=s, num_initial_blocks=1, num_local_blocks=2)
-    else:
-        op, settings = sliding_window_attention, dict(sliding_window_size=40)
-    op = in_pieces(op, monkeypatch)
-    assert_right(op, tensors, dtype, backend, causal=causal, return_lse=True, **settings)

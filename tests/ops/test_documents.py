@@ -1,4 +1,5 @@
-"""Packed documents: each is what it is alone, on every backend, forward and backward."""
+"""Packed documents and padding: how rows are laid out, and what is refused. That each document is
+what it is alone is a law (`test_laws.py`)."""
 
 import pytest
 import torch
@@ -6,24 +7,11 @@ import torch
 from native_sparse_attention import (
     compressed_attention,
     native_sparse_attention,
-    select_blocks,
-    selected_attention,
     sliding_window_attention,
 )
 from native_sparse_attention import varlen as docs
-from native_sparse_attention.ops import chunked
-from tests.helpers.budget import DEVICE
-
-LENGTHS = [13, 0, 1, 32, 5, 0, 41]
-SIZES = dict(compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8)
-
-
-def bounds(lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-
-
-def num_windows(length, d, causal=True):
-    return length // d if causal else -(-length // d)
+from tests.helpers.budget import DEVICE, running
+from tests.helpers.calls import DOCUMENTS, RANKING, draw
 
 
 def test_layout_by_hand():
@@ -61,7 +49,7 @@ def test_layout_of_nothing(shape):
 
 
 def test_moving_there_and_back():
-    cu = bounds(LENGTHS)
+    cu = torch.tensor([0, 13, 13, 14, 46, 51, 51, 92])
     total = int(cu[-1])
     layout = docs.layout((1, total), cu.device, 8, cu_seqlens=cu)
     x = torch.randn(1, total, 3, dtype=torch.float64, requires_grad=True)
@@ -71,149 +59,9 @@ def test_moving_there_and_back():
     torch.testing.assert_close(grad, 2 * x)
 
 
-def alone(op, tensors, per_document, lengths, causal, **kwargs):
-    """The operation on each document by itself, results put together again."""
-    results, t, w = [], 0, 0
-    d = kwargs.get("compress_block_sliding_stride", 1)
-    for length in lengths:
-        more = num_windows(length, d, causal)
-        own = {}
-        for name, x in tensors.items():
-            first, count = (w, more) if name in ("ck", "cv") else (t, length)
-            own[name] = x[:, first : first + count]
-        t, w = t + length, w + more
-        results.append(op(**own, **per_document, causal=causal, **kwargs))
-    if isinstance(results[0], tuple):
-        return tuple(torch.cat(parts, 1) for parts in zip(*results))
-    return torch.cat(results, 1)
-
-
-def draw(lengths, d, causal, H=4, K=2, D=8, dtype=torch.float64):
-    total, windows = sum(lengths), sum(num_windows(n, d, causal) for n in lengths)
-
-    def normal(*shape):
-        return torch.randn(*shape, dtype=dtype, device=DEVICE, requires_grad=True)
-
-    tensors = dict(
-        q=normal(1, total, H, D), k=normal(1, total, K, D), v=normal(1, total, K, D),
-        ck=normal(1, windows, K, D), cv=normal(1, windows, K, D), cq=normal(1, total, H, D),
-        branch_gates=normal(1, total, H, 3),
-    )  # fmt: skip
-    memory = dict(mem_k=normal(K, 2, D), mem_v=normal(K, 2, D))
-    return tensors, memory
-
-
-def compare(op, tensors, shared, lengths, causal, backend="eager", tolerance=1e-12, **kwargs):
-    """Values and gradients, packed and alone."""
-    packed = op(
-        **tensors, **shared, causal=causal, cu_seqlens=bounds(lengths), backend=backend, **kwargs
-    )
-    parts = alone(op, tensors, shared, lengths, causal, backend="eager", **kwargs)
-    packed, parts = (r if isinstance(r, tuple) else (r,) for r in (packed, parts))
-    leaves = [t for t in (*tensors.values(), *shared.values()) if t.requires_grad]
-    losses = []
-    for results in (packed, parts):
-        generator = torch.Generator(DEVICE).manual_seed(1)
-        loss = 0
-        for r in results:
-            if r.requires_grad:
-                weight = torch.randn(r.shape, generator=generator, device=DEVICE, dtype=r.dtype)
-                loss = loss + (r.masked_fill(r.isneginf(), 0) * weight).sum()
-        losses.append(loss)
-    for a, b in zip(packed, parts):
-        assert a.dtype == b.dtype
-        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
-    if isinstance(losses[0], int):
-        return
-    grads = [torch.autograd.grad(loss, leaves, materialize_grads=True) for loss in losses]
-    for a, b in zip(*grads):
-        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
-
-
-CAUSAL = pytest.mark.parametrize("causal", [True, False])
-
-
-@CAUSAL
-@pytest.mark.parametrize("m", [0, 2])
-def test_compressed(m, causal):
-    tensors, memory = draw(LENGTHS, 4, causal)
-    tensors = {n: tensors[n] for n in ("q", "ck", "cv")}
-    compare(
-        compressed_attention, tensors, memory if m else {}, LENGTHS, causal,
-        compress_block_sliding_stride=4, return_lse=True,
-    )  # fmt: skip
-
-
-@CAUSAL
-def test_window(causal):
-    tensors, _ = draw(LENGTHS, 4, causal)
-    tensors = {n: tensors[n] for n in ("q", "k", "v")}
-    compare(
-        sliding_window_attention, tensors, {}, LENGTHS, causal,
-        sliding_window_size=6, return_lse=True,
-    )  # fmt: skip
-
-
-SELECTIONS = {
-    "default": {},
-    "probs": dict(importance="probs"),
-    "forced": dict(num_initial_blocks=1, num_local_blocks=2, importance="probs"),
-    "stride": dict(selection_stride=4),
-    "own": dict(query_heads_share_selected_kv=False),
-    "interpolated": dict(interpolated_importance_score=True),
-    "wide windows": dict(compress_block_sliding_stride=8, selection_block_size=4),
-    "long windows": dict(compress_block_size=20),
-    "no local": dict(num_local_blocks=0),
-}
-
-
-@CAUSAL
-@pytest.mark.parametrize("setting", SELECTIONS)
-def test_selection(setting, causal):
-    kwargs = SIZES | dict(num_selected_blocks=2) | SELECTIONS[setting]
-    tensors, memory = draw(LENGTHS, kwargs["compress_block_sliding_stride"], causal)
-    tensors = {n: tensors[n] for n in ("q", "ck")}
-    compare(
-        select_blocks, tensors, {"mem_k": memory["mem_k"]}, LENGTHS, causal, return_gates=True,
-        **kwargs,
-    )  # fmt: skip
-
-
-@CAUSAL
-@pytest.mark.parametrize("heads", [2, 4])
-@pytest.mark.parametrize("initial, local", [(0, 1), (1, 2), (2, 0)])
-def test_selected(initial, local, heads, causal):
-    """Lists with empty slots, and with blocks that no document has."""
-    tensors, _ = draw(LENGTHS, 4, causal)
-    tensors = {n: tensors[n] for n in ("q", "k", "v")}
-    shape = (1, sum(LENGTHS), heads, 3)
-    lists = torch.rand(*shape[:3], 8, device=DEVICE).argsort(-1)[..., :3].to(torch.int32) - 1
-    gates = torch.rand(shape, dtype=torch.float64, device=DEVICE, requires_grad=True)
-
-    def op(block_indices, **kwargs):
-        return selected_attention(block_indices=block_indices, **kwargs)
-
-    compare(
-        op, tensors | {"block_indices": lists, "gates": gates}, {}, LENGTHS, causal,
-        selection_block_size=8, num_initial_blocks=initial, num_local_blocks=local,
-        return_lse=True,
-    )  # fmt: skip
-
-
-@CAUSAL
-@pytest.mark.parametrize("setting", [*SELECTIONS, "diff"])
-def test_whole_layer(setting, causal):
-    settings = dict(use_diff_topk=True) if setting == "diff" else SELECTIONS[setting]
-    kwargs = SIZES | dict(num_selected_blocks=2, sliding_window_size=5) | settings
-    tensors, memory = draw(LENGTHS, kwargs["compress_block_sliding_stride"], causal)
-    compare(
-        native_sparse_attention, tensors, memory, LENGTHS, causal, return_indices=True, **kwargs
-    )
-
-
 def test_block_indices_of_branches_that_select_none():
     q, k, v = (torch.randn(8, h, 8, dtype=torch.float64, device=DEVICE) for h in (4, 2, 2))
-    kwargs = SIZES | dict(num_selected_blocks=2, sliding_window_size=5, branches=("window",))
+    kwargs = RANKING | dict(sliding_window_size=5, branches=("window",))
     ends = torch.tensor([0, 5, 8], device=DEVICE)
     out, indices = native_sparse_attention(
         q, k, v, **kwargs, causal=True, return_indices=True, cu_seqlens=ends
@@ -223,7 +71,7 @@ def test_block_indices_of_branches_that_select_none():
     torch.testing.assert_close(out, window)
 
 
-@CAUSAL
+@pytest.mark.parametrize("causal", [True, False])
 def test_rows_of_ids_and_padding(causal):
     """Several rows, padding on both sides and within: each document alone, and 0 elsewhere."""
     ids = torch.tensor([[4] * 9 + [4] * 3 + [2] * 20, [1] * 17 + [5] + [6] * 14], device=DEVICE)
@@ -242,12 +90,31 @@ def test_rows_of_ids_and_padding(causal):
 
 
 def test_packed_without_a_batch():
-    tensors, memory = draw(LENGTHS, 4, True)
-    kwargs = SIZES | dict(num_selected_blocks=2, sliding_window_size=5, cu_seqlens=bounds(LENGTHS))
-    kwargs |= dict(memory, backend="eager", return_indices=True)
-    flat = native_sparse_attention(**{n: t[0] for n, t in tensors.items()}, **kwargs)
-    for a, b in zip(flat, native_sparse_attention(**tensors, **kwargs)):
+    call = draw("layer", lengths=DOCUMENTS)
+    flat = {n: t if n.startswith("mem") else t[0] for n, t in call.tensors.items()}
+    found = call._replace(tensors=flat)("eager", return_indices=True)
+    for a, b in zip(found, call("eager", return_indices=True)):
         assert torch.equal(a, b[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("branch", ["compressed", "window"])
+@pytest.mark.parametrize("backend", ["chunked", pytest.param("triton", marks=pytest.mark.kernels)])
+def test_keys_behind_a_document(backend, branch, causal):
+    """What aligned rows hold between a document's last token and the next one is seen by no token
+    and has no gradient, however much of a tile it fills."""
+    T, last = 61, 34
+    more = dict(compress_block_sliding_stride=1) if branch == "compressed" else {}
+    call = draw(branch, place=(T, T), heads=(8, 1, 16, 16), memory=0, batch=1, causal=causal,
+                **dict(sliding_window_size=T) if branch == "window" else more).leaves()  # fmt: skip
+    call.settings["documents"] = docs.Documents(
+        *(torch.full((1, T), at, dtype=torch.int32, device=DEVICE) for at in (0, last))
+    )
+    with running(backend) as name:
+        out, _ = call(name)
+        _, *keys = call.tensors.values()
+        for grad in torch.autograd.grad(out[:, :last].sum(), keys):
+            assert grad[:, last:].eq(0).all() and grad[:, : last - 1].ne(0).any()
 
 
 def test_hidden_row():
@@ -293,43 +160,3 @@ def test_bad_batches_and_windows():
         compressed_attention(
             q, ck, ck, compress_block_sliding_stride="4", cu_seqlens=torch.tensor([0, 3, 8])
         )
-
-
-@pytest.mark.slow(one_of=3)
-@CAUSAL
-@pytest.mark.parametrize("setting", ["default", "stride", "interpolated", "diff"])
-def test_in_linear_memory(setting, causal, monkeypatch):
-    """By tiles and chunks that cut documents as they come."""
-    monkeypatch.setattr(chunked, "MAX_SCORES", 0)
-    monkeypatch.setattr(chunked, "LEAST_QUERIES", 1)
-    monkeypatch.setattr(chunked, "KEYS", 16)
-    monkeypatch.setattr(chunked, "CHUNK_SCORES", 2000)
-    test_whole_layer(setting, causal)
-
-
-@CAUSAL
-@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
-def test_on_flex(branch, causal, untraced_flex):
-    """Forward; flex_attention has no backward on a CPU. Over several of its tiles."""
-    lengths = [*LENGTHS, 200, 0, 3, 129]
-    tensors, memory = draw(lengths, 4, causal, D=16, dtype=torch.float32)
-    tensors = {n: t.detach() for n, t in tensors.items()}
-    call = dict(causal=causal, cu_seqlens=bounds(lengths), return_lse=True)
-    if branch == "compressed":
-        op, names = compressed_attention, ("q", "ck", "cv")
-        call |= {n: t.detach() for n, t in memory.items()} | dict(compress_block_sliding_stride=4)
-    else:
-        op, names = sliding_window_attention, ("q", "k", "v")
-        call |= dict(sliding_window_size=40)
-    if branch == "selected":
-        op = selected_attention
-        lists = torch.rand(1, sum(lengths), 2, 30, device=DEVICE).argsort(-1)[..., :3] - 1
-        del call["sliding_window_size"]
-        call |= dict(
-            block_indices=lists.to(torch.int32), selection_block_size=8, num_initial_blocks=1,
-            num_local_blocks=2,
-        )  # fmt: skip
-    tensors = {n: tensors[n] for n in names}
-    expected = op(**tensors, backend="eager", **call)
-    for a, b in zip(op(**tensors, backend="flex", **call), expected):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

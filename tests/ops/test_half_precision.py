@@ -10,7 +10,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from native_sparse_attention import (
     block_masked_attention,
     chunked_attention,
-    compressed_attention,
     mha_reference,
     mha_reference_no_custom_vjp,
     selected_attention,
@@ -129,55 +128,6 @@ def test_logits_past_the_range_of_fp16(name, strategy):
         )
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_a_narrow_window(is_causal):
-    inputs = [torch.randn(1, T, 2, D).mul(s).half() for s in (3, 3, 1)]
-    i = torch.arange(T)
-    apart = i[:, None] - i
-    mask = (apart <= 8) & (apart >= (0 if is_causal else -8))
-    d_out = torch.randn(1, T, 2, D).half()
-
-    def window(q, k, v):
-        return sliding_window_attention(q, k, v, sliding_window_size=8, causal=is_causal)
-
-    found = values_and_gradients(window, inputs, d_out, torch.float16)
-    exact = values_and_gradients(lambda *qkv: sdpa(*qkv, mask), inputs, d_out, torch.float64)
-    other = values_and_gradients(lambda *qkv: sdpa(*qkv, mask), inputs, d_out, torch.float16)
-    within(found, exact, other, 1.05)
-    base = torch.randn(1, 1, 1, D) * 35  # products past the range of fp16
-    inputs[:2] = [(base + torch.randn(1, T, 2, D)).half() for _ in range(2)]
-    with torch.no_grad():
-        found, exact = window(*inputs), sdpa(*(t.double() for t in inputs), mask)
-    torch.testing.assert_close(found.double(), exact, atol=2e-3, rtol=2e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_compressed_and_selected(dtype, strategy):
-    """Few blocks of many keys, and memory: as float64 of the same numbers, rounded."""
-    q, ck, cv = (torch.randn(2, 40, h, 16).mul(4).to(dtype) for h in (4, 2, 2))
-    memory = [torch.randn(2, 3, 16).to(dtype) for _ in range(2)]
-    indices = torch.arange(40)[None, :, None, None].div(4, rounding_mode="floor") // 2
-
-    def calls(q, ck, cv, mem_k, mem_v):
-        yield compressed_attention(
-            q, ck[:, :20], cv[:, :20], mem_k=mem_k, mem_v=mem_v, compress_block_sliding_stride=2
-        )
-        yield selected_attention(
-            q, ck, cv, indices.expand(2, -1, 2, -1), selection_block_size=4, soft_cap=4.0
-        )
-
-    lowp = [t.requires_grad_() for t in (q, ck, cv, *memory)]
-    exact = [t.detach().double().requires_grad_() for t in lowp]
-    unit = torch.finfo(dtype).eps
-    for ours, right in zip(calls(*lowp), calls(*exact), strict=True):
-        torch.testing.assert_close(ours.double(), right, atol=unit, rtol=unit)
-        d_out = torch.randn(right.shape).to(dtype)
-        grads = torch.autograd.grad(ours, lowp, d_out, materialize_grads=True)
-        rights = torch.autograd.grad(right, exact, d_out.double(), materialize_grads=True)
-        for g, r in zip(grads, rights, strict=True):
-            torch.testing.assert_close(g.double(), r, atol=unit, rtol=unit)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(call, strategy, dtype):
     """Inputs are rounded to its dtype, once, and the output is."""
@@ -188,16 +138,6 @@ def test_autocast(call, strategy, dtype):
         found = CALLS[call](*inputs)
     assert found.dtype == dtype
     torch.testing.assert_close(found, CALLS[call](*(t.to(dtype) for t in inputs)), atol=0, rtol=0)
-
-
-def test_flex_on_a_cpu(untraced_flex):
-    base = torch.randn(1, 1, 1, D) * 35
-    q, k = ((base + torch.randn(1, T, 2, D)).half() for _ in range(2))
-    v = torch.randn(1, T, 2, D).half()
-    mask = torch.ones(T, T, dtype=torch.bool).tril()
-    exact = sdpa(q.double(), k.double(), v.double(), mask)
-    found = sliding_window_attention(q, k, v, sliding_window_size=T, backend="flex")
-    torch.testing.assert_close(found.double(), exact, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,0 +1,106 @@
+"""The edges of the kernels: what no tile holds, work that is split, offsets and addresses."""
+
+import functools
+
+import pytest
+import torch
+
+from native_sparse_attention import (
+    selected_attention,
+    sliding_window_attention,
+)
+from tests.helpers.budget import CUDA, DEVICE, assert_right
+from tests.helpers.calls import draw, normal
+
+pytest.importorskip("triton")
+
+from native_sparse_attention.kernels.common import launch
+from native_sparse_attention.kernels.selected import csr
+from native_sparse_attention.ops.triton.operator import aligned
+
+pytestmark = pytest.mark.kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [(2, 2, 16, 16), (8, 4, 16, 16), (12, 1, 16, 16)], ids=str)
+def test_block_that_all_choose(monkeypatch, heads):
+    """Its queries are cut into several work tiles, and tokens and KV heads into several chunks."""
+    monkeypatch.setattr(launch, "WORK_TILE_ROWS", 16)
+    few = {8: csr.Budget(0.0, 16)}
+    monkeypatch.setattr(csr, "BUDGETS", dict.fromkeys(csr.BUDGETS, few))
+    monkeypatch.setattr(csr, "MIN_TOKENS", 1)
+    monkeypatch.setattr(csr, "MIN_DQ_TILE_ROWS", 1)
+    call = draw("selected", place=(35, 50), heads=heads, n=2, selection_block_size=8)
+    call.settings["block_indices"][:] = torch.tensor([0, -1], device=DEVICE)
+    assert_right(call.op, call.tensors, torch.float32, **call.settings)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_window_in_splits(monkeypatch, causal):
+    """Queries that see a block of keys are cut into splits of one tile each."""
+    splits, query_splits = [], launch.query_splits
+    monkeypatch.setattr(launch, "MIN_SPLIT_TILES", 1)
+    monkeypatch.setattr(
+        launch, "query_splits", lambda *args: splits.append(query_splits(*args)) or splits[-1]
+    )
+    T = 131 if CUDA else 45
+    heads = (4, 2, 16, 16)
+    call = draw("window", place=(T, T), heads=heads, causal=causal, sliding_window_size=21)
+    assert_right(call.op, call.tensors, torch.float32, **call.settings)
+    assert max(splits) > 1
+
+
+def test_offsets_that_are_strided():
+    """Kernels read them by address."""
+    for starts in (torch.tensor([30]).expand(2), torch.tensor([[30, 0], [11, 0]])[:, 0]):
+        call = draw("window", place=(7, 40), heads=(4, 2, 16, 16), starts=(0, 0))
+        call.settings["q_offset"] = starts.to(DEVICE)
+        assert not starts.is_contiguous()
+        assert_right(call.op, call.tensors, torch.float32, **call.settings)
+
+
+def test_call_that_no_tile_holds():
+    q = normal(1, 4, 1, 16)
+    lists = torch.zeros(1, 4, 1, 1, dtype=torch.int32, device=DEVICE)
+    attend = functools.partial(selected_attention, q, q, q, lists, selection_block_size=256)
+    with pytest.raises(NotImplementedError, match="selection_block_size is 256, at most 128"):
+        attend(backend="triton")
+    assert attend(backend=("triton", "eager")).shape == q.shape
+
+
+def test_whole_at_any_address():
+    """Copied where it is not contiguous or begins within 16 bytes, and else as it is."""
+    t = torch.arange(33.0, dtype=torch.bfloat16, device=DEVICE)
+    for part in (t[1:], t[:32].view(4, 8).T):
+        found = aligned(part)
+        assert torch.equal(found, part) and found.is_contiguous() and found.data_ptr() % 16 == 0
+    assert aligned(t[:32]).data_ptr() == aligned(t[8:]).data_ptr() - 16 == t.data_ptr()
+
+
+@pytest.mark.gpu
+def test_many_tokens():
+    """Past 2^31 elements in one tensor: 64-bit offsets. The last token sees what it should."""
+    T, H, K, D = 300_000, 64, 4, 128
+    q, k, v = (normal(1, T, heads, D, dtype=torch.bfloat16) for heads in (H, K, K))
+    out = sliding_window_attention(q, k, v, sliding_window_size=511, backend="triton")
+    last = slice(T - 512, T)
+    expected = sliding_window_attention(
+        q[:, -1:].float(), k[:, last].float(), v[:, last].float(), sliding_window_size=511,
+        backend="eager",
+    )  # fmt: skip
+    torch.testing.assert_close(out[:, -1:].float(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_gates_of_rows_far_apart():
+    """The third of three begins more than 2^31 elements behind the first."""
+    apart = (1 << 30) + 64
+    if torch.cuda.mem_get_info()[0] < 6 * apart:
+        pytest.skip("needs 6.5 GB")
+    heads, place = (64, 1, 128, 128), (128, 128)
+    call = draw("layer", torch.bfloat16, place=place, heads=heads, batch=3, memory=0)
+    gates = call.tensors["branch_gates"]
+    whole = gates.new_empty(2 * apart + gates[0].numel())
+    far = whole.as_strided(gates.shape, (apart, *gates.stride()[1:])).copy_(gates)
+    other = call._replace(tensors=call.tensors | {"branch_gates": far})
+    assert torch.equal(call("triton"), other("triton"))

@@ -1,0 +1,399 @@
+"""The laws of docs/semantics.md, each once, on every backend. Memory that nothing has written to
+holds NaN in one of them; the layer over its caches has tests in `tests/cache` and `decode`."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import native_sparse_attention as nsa
+from tests.helpers import selections
+from tests.helpers.budget import CUDA, DEVICE, running
+from tests.helpers.calls import (
+    BRANCHES,
+    DOCUMENTS,
+    HEADS,
+    LAYERS,
+    RANKING,
+    D,
+    S,
+    draw,
+    normal,
+)
+from tests.helpers.memory import poisoned
+
+KERNELS = [("triton", torch.float32)]
+if CUDA:
+    KERNELS += [(form, torch.bfloat16) for form in ("sm90", "portable")]
+ROWS = [(name, torch.float32, ()) for name in ("eager", "chunked", "flex")]
+SLOW = [pytest.mark.kernels, pytest.mark.slow(one_of=3)]
+ROWS += [(name, dtype, SLOW) for name, dtype in KERNELS]
+backends = pytest.mark.parametrize(
+    "backend, dtype",
+    [pytest.param(n, dtype, marks=m, id=f"{n}-{str(dtype)[6:]}") for n, dtype, m in ROWS],
+)
+both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "two-sided"])
+CALLS = {
+    **{branch: (branch, {}) for branch in BRANCHES},
+    "layer": ("layer", {}),
+    "paper": ("layer", dict(importance="probs", num_initial_blocks=1, num_local_blocks=2)),
+    "groups, gates": ("layer", dict(selection_stride=4, use_diff_topk=True)),
+    "interpolated, each head": ("layer", dict(interpolated_importance_score=True, each=True)),
+    "windows longer than blocks": (
+        "layer",
+        dict(compress_block_size=2 * S, compress_block_sliding_stride=2 * S),
+    ),
+    "one softmax": ("one softmax", dict(importance="max")),
+}
+calls = pytest.mark.parametrize("name", CALLS)
+pytestmark = pytest.mark.usefixtures("untraced_flex")
+LENGTH = 512 if CUDA else 21
+N = 3 if CUDA else 1
+TOKENS = ("q", "k", "v", "cq", "window_k", "window_v", "branch_gates", "gates")
+
+
+def draw_call(name, backend, dtype=torch.float32, place=(LENGTH, LENGTH), **more):
+    branch, settings = CALLS[name]
+    if backend == "flex" and settings.get("use_diff_topk"):
+        settings = dict(settings, use_diff_topk=False)
+    if branch in LAYERS:
+        more = dict(num_selected_blocks=N) | more
+    return draw(branch, dtype, place=place, **settings | more)
+
+
+def has_gradients(backend):
+    return CUDA or backend != "flex"
+
+
+def run(call, backend):
+    """The output, the log-sum-exp of a branch, and the block indices of a layer."""
+    with running(backend) as name, torch.no_grad():
+        if call.op is not nsa.native_sparse_attention:
+            return *call(name), None
+        out, block_indices = call(name, return_indices=True)
+        return out, None, block_indices
+
+
+def gradients(call, backend, d_out, rows=slice(None)):
+    with running(backend) as name:
+        call = call.leaves()
+        out = call(name)
+        out = out[0] if isinstance(out, tuple) else out
+        return torch.autograd.grad(
+            out[:, rows], list(call.tensors.values()), d_out[:, rows], materialize_grads=True
+        )
+
+
+def stride_of(call):
+    """Tokens from window to window."""
+    return call.settings.get("compress_block_sliding_stride", D)
+
+
+def change(call, token, window=None):
+    """The call with another tensor for each of tokens, and for each of windows."""
+    settings, tensors = dict(call.settings), dict(call.tensors)
+    for name in TOKENS:
+        if name in tensors:
+            tensors[name] = token(tensors[name])
+    for name in ("ck", "cv"):
+        if name in tensors:
+            tensors[name] = (window or token)(tensors[name])
+    if "block_indices" in settings:
+        settings["block_indices"] = token(settings["block_indices"])
+    return call._replace(tensors=tensors, settings=settings)
+
+
+def close(actual, expected):
+    """Every row within a few units in the last place of its size and of the usual size. What is 0
+    but for rounding (the gradient of a row with one key) is a difference of larger terms."""
+    assert actual.isfinite().all()
+    size = expected.double().norm(dim=-1)
+    error = (actual.double() - expected.double()).norm(dim=-1)
+    allowed = max(8 * torch.finfo(actual.dtype).eps, 2e-5)
+    assert (error <= allowed * (size + size.mean()) + 1e-5).all()
+
+
+def assert_alike(actual, expected):
+    """Outputs are close where the same blocks were chosen: at all tokens but a few, between whose
+    scores rounding decides."""
+    (out, _, indices), (right, _, right_indices) = actual, expected
+    if indices is None:
+        return close(out, right)
+    chosen, other = (t.sort(dim=-1).values for t in (indices, right_indices))
+    alike = (chosen == other).all(-1).all(-1)
+    assert alike.float().mean() >= (0.98 if CUDA else 1.0)
+    close(out[alike], right[alike])
+
+
+@calls
+@backends
+def test_the_future_cannot_move_the_past(name, backend, dtype):
+    """Neither other tokens nor none, nor is there a gradient."""
+    end = LENGTH * 4 // 5
+    call = draw_call(name, backend, dtype)
+
+    def replace(stop):
+        def replaced(t):
+            later = torch.randn_like(t) if t.is_floating_point() else t.flip(1)
+            return torch.cat((t[:, :stop], later[:, stop:]), 1)
+
+        return replaced
+
+    d = stride_of(call)
+    whole = run(call, backend)
+    past = [None if t is None else t[:, :end] for t in whole]
+    for less in (
+        change(call, replace(end), replace(end // d)),
+        change(call, lambda t: t[:, :end].clone(), lambda t: t[:, : end // d].clone()),
+    ):
+        if "seq_len" in less.settings:
+            less.settings["seq_len"] = less.tensors["q"].shape[1]
+        if "block_indices" in less.settings:
+            indices = less.settings["block_indices"]
+            indices[indices > (end - 1) // S] = -1
+            indices[:, :end] = torch.where(
+                call.settings["block_indices"][:, :end] > (end - 1) // S, -1, indices[:, :end]
+            )
+        found = [None if t is None else t[:, :end] for t in run(less, backend)]
+        assert_alike(found, past)
+    if not has_gradients(backend):
+        return
+    d_out = torch.randn_like(whole[0])
+    for t, grad in zip(call.tensors, gradients(call, backend, d_out, slice(end)), strict=True):
+        assert grad.isfinite().all(), t
+        later = end // d if t in ("ck", "cv") else end
+        assert t.startswith("mem") or (grad[:, later:] == 0).all(), t
+
+
+@calls
+@backends
+def test_a_row_alone_is_the_row_in_a_batch(name, backend, dtype):
+    """Gradients too, and where rows begin elsewhere."""
+    call = draw_call(name, backend, dtype)
+    alone = change(call, lambda t: t[1:])
+    check_rows(call, alone, backend)
+    if backend != "flex" and CALLS[name][0] != "layer":
+        place = (5, 29) if not CUDA else (40, 301)
+        starts = (place[1] - 9, 8)
+        call = draw_call(name, backend, dtype, place, starts=starts)
+        alone = change(call, lambda t: t[1:])
+        alone.settings["q_offset"] = starts[1]
+        check_rows(call, alone, backend)
+
+
+def check_rows(call, alone, backend):
+    batch = run(call, backend)
+    row = [None if t is None else t[1:] for t in batch]
+    assert_alike(run(alone, backend), row)
+    if has_gradients(backend):
+        d_out = torch.randn_like(batch[0])
+        d_out[0] = 0
+        grads = gradients(call, backend, d_out), gradients(alone, backend, d_out[1:])
+        for t, expected, found in zip(call.tensors, *grads, strict=True):
+            close(found, expected if t.startswith("mem") else expected[1:])
+
+
+@both
+@calls
+@backends
+def test_packed_documents_are_each_alone(name, backend, dtype, causal):
+    """Gradients too; and tokens that no other document sees have none of it."""
+    call = draw_call(name, backend, dtype, lengths=DOCUMENTS, causal=causal)
+    packed = run(call, backend)
+    d_out = torch.randn_like(packed[0])
+    grads = gradients(call, backend, d_out) if has_gradients(backend) else None
+    memory = {n: 0.0 for n in call.tensors if n.startswith("mem")}
+    first, window, d = 0, 0, stride_of(call)
+    for length in DOCUMENTS:
+        windows = length // d if causal else -(-length // d)
+        tokens = slice(first, first + length), slice(window, window + windows)
+        first, window = tokens[0].stop, tokens[1].stop
+        if not length:
+            continue
+        alone = change(call, *(lambda t, at=at: t[:, at] for at in tokens))
+        del alone.settings["cu_seqlens"]
+        if "compress_block_sliding_stride" in alone.settings and packed[2] is None:
+            alone.settings["seq_len"] = length
+        if "block_indices" in alone.settings:
+            indices = alone.settings["block_indices"]
+            alone.settings["block_indices"] = indices.masked_fill(indices > (length - 1) // S, -1)
+        part = [None if t is None else t[:, tokens[0]] for t in packed]
+        assert_alike(run(alone, backend), part)
+        if grads is None:
+            continue
+        for t, found, right in zip(
+            call.tensors, grads, gradients(alone, backend, d_out[:, tokens[0]]), strict=True
+        ):
+            if t in memory:
+                memory[t] = memory[t] + right.float()
+            else:
+                close(found[:, tokens[t in ("ck", "cv")]], right)
+    if grads is not None:
+        for t, grad in zip(call.tensors, grads, strict=True):
+            if t in memory:
+                close(grad, memory[t].to(dtype))
+
+
+@calls
+@backends
+def test_the_same_bits_in_memory_that_holds_nan(name, backend, dtype):
+    """Twice, the second time where nothing was written before; however the heads lie."""
+    call = draw_call(name, backend, dtype)
+    expected = run(call, backend)
+    d_out = torch.randn_like(expected[0])
+    repeats = has_gradients(backend) and not (CUDA and backend == "flex")
+    grads = gradients(call, backend, d_out) if repeats else ()
+    with poisoned():
+        found = run(call, backend)
+        again = gradients(call, backend, d_out) if repeats else ()
+    for one, other in zip((*found, *again), (*expected, *grads), strict=True):
+        assert one is None or (torch.equal(one, other) and not one.isnan().any())
+
+
+@calls
+@backends
+def test_the_last_queries_are_those_of_the_whole(name, backend, dtype):
+    """Prefill in parts: their place is all that matters."""
+    call = draw_call(name, backend, dtype)
+    whole, first = run(call, backend), 8
+    part = change(call, lambda t: t, lambda t: t)
+    for t in ("q", "branch_gates"):
+        if t in part.tensors:
+            part.tensors[t] = part.tensors[t][:, first:]
+    if "block_indices" in part.settings:
+        part.settings["block_indices"] = part.settings["block_indices"][:, first:]
+    assert_alike(run(part, backend), [None if t is None else t[:, first:] for t in whole])
+
+
+def all_keys(branch, q, k, v, causal, backend):
+    """A branch in the settings in which it attends to all keys."""
+    call = dict(causal=causal, backend=backend)
+    if branch == "compressed":
+        return nsa.compressed_attention(q, k, v, compress_block_sliding_stride=1, **call)
+    if branch == "window":
+        return nsa.sliding_window_attention(q, k, v, sliding_window_size=LENGTH - 1, **call)
+    with torch.no_grad():
+        windows = LENGTH // D if causal else -(-LENGTH // D)
+        sizes = RANKING | dict(num_selected_blocks=-(-LENGTH // S), importance=branch.split()[-1])
+        indices = nsa.select_blocks(q, k[:, -windows:], seq_len=LENGTH, **sizes, **call)
+    return nsa.selected_attention(q, k, v, indices, selection_block_size=S, **call)
+
+
+def dense(branch, q, k, v, causal):
+    """[b h t d]. A window of one token is seen by those behind it."""
+    behind = branch == "compressed" and causal
+    if behind:
+        q, k, v = q[:, :, 1:], k[:, :, :-1], v[:, :, :-1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    return F.pad(out, (0, 0, 1, 0)) if behind else out
+
+
+@both
+@backends
+@pytest.mark.parametrize("branch", ["compressed", "selected logits", "selected probs", "window"])
+def test_all_keys_are_dense_attention(branch, backend, dtype, causal):
+    """All blocks, a window as long as the keys, summaries of one token each; gradients too."""
+    H, K, width, _ = HEADS
+    tensors = [normal(2, LENGTH, heads, width, dtype=dtype) for heads in (H, K, K)]
+    leaves = [t.requires_grad_(has_gradients(backend)) for t in tensors]
+    with running(backend) as name:
+        out = all_keys(branch, *leaves, causal, name)
+        exact = [t.detach().double().transpose(1, 2).requires_grad_() for t in leaves]
+        right = dense(branch, *exact, causal)
+        close(out, right.transpose(1, 2))
+        if not has_gradients(backend):
+            return
+        d_out = torch.randn_like(out)
+        grads = torch.autograd.grad(out, leaves, d_out)
+    rights = torch.autograd.grad(right, exact, d_out.double().transpose(1, 2))
+    for grad, expected in zip(grads, rights, strict=True):
+        close(grad, expected.transpose(1, 2))
+
+
+@backends
+def test_a_query_that_sees_nothing(backend, dtype):
+    """Output 0, log-sum-exp -inf, gradient 0; a sink is the key of value 0 that it then sees."""
+    for branch, more in (("compressed", dict(memory=0)), ("selected", dict(num_local_blocks=0))):
+        call = draw(branch, dtype, place=(LENGTH, LENGTH), **more)
+        if branch == "selected":
+            call.settings["block_indices"][:] = 0
+            call.settings["block_indices"][:, :D] = -1
+        out, lse, _ = run(call, backend)
+        assert (out[:, :D] == 0).all() and lse[:, :D].isneginf().all()
+        assert lse[:, D:].isfinite().all()
+        if has_gradients(backend):
+            for name, grad in zip(call.tensors, gradients(call, backend, torch.randn_like(out))):
+                assert grad.isfinite().all() and (name != "q" or (grad[:, :D] == 0).all())
+        sinks = torch.randn(HEADS[0], device=DEVICE)
+        call.tensors["sinks"] = sinks
+        with_sinks, with_lse, _ = run(call, backend)
+        torch.testing.assert_close(with_lse, torch.logaddexp(lse, sinks.to(lse)))
+        close(with_sinks, out.float() * (lse - sinks).sigmoid()[..., None])
+
+
+@backends
+def test_two_sided_sees_everything(backend, dtype):
+    """Every token moves every output: through the window, a block or a summary."""
+    if not has_gradients(backend):
+        pytest.skip("flex_attention has no gradients on a CPU")
+    call = draw("layer", dtype, place=(LENGTH // D * D,) * 2, causal=False, num_selected_blocks=N)
+    v = call.tensors["v"].requires_grad_()
+    call.tensors["cv"] = v.unflatten(1, (-1, D)).mean(2)
+    with running(backend) as name:
+        out = call(name)
+        for i in (0, out.shape[1] // 2, out.shape[1] - 1):
+            (grad,) = torch.autograd.grad(out[:, i].float().sum(), v, retain_graph=True)
+            assert (grad.abs().sum((-1, -2)) > 0).all()
+
+
+@pytest.mark.parametrize("branch", LAYERS)
+@backends
+def test_diff_topk_changes_gradients_alone(branch, backend, dtype):
+    if backend == "flex":
+        pytest.skip("flex_attention has no differentiable top-k")
+    call, found = draw(branch, dtype, place=(LENGTH, LENGTH), num_selected_blocks=N), []
+    for gated in (False, True):
+        call.settings["use_diff_topk"] = gated
+        out = run(call, backend)[0]
+        found.append((out, gradients(call, backend, torch.ones_like(out))))
+    (out, grads), (gated_out, gated) = found
+    close(gated_out, out)
+    at = list(call.tensors).index("ck")
+    assert (gated[at] - grads[at]).abs().max() > 1e-4 * max(1.0, grads[at].abs().max().item())
+
+
+@pytest.mark.parametrize("rule", selections.RULES)
+@backends
+def test_a_group_has_the_ranking_of_its_first_token(backend, dtype, rule):
+    """With `selection_stride`. A group that began before the call has the leaders handed in, or
+    nothing."""
+    N, R = 64, 8 if CUDA else 4
+    q, ck, mem_k = selections.draw(N, N, 4, 2, 16, dtype=dtype)
+    call = {**selections.SETTINGS, **selections.RULES[rule], "seq_len": N, "mem_k": mem_k}
+    with running(backend) as name:
+        each = nsa.select_blocks(q, ck, **call, backend=name)
+        call |= dict(selection_stride=R, backend=name)
+        every = nsa.select_blocks(q, ck, **call)
+        alike = (every == each[:, torch.arange(N, device=DEVICE) // R * R]).float().mean()
+        assert alike >= (0.98 if CUDA else 1.0)
+        for offset in (R, 41, 47):
+            leaders = every[:, offset] if offset % R else None
+            part = nsa.select_blocks(
+                q[:, offset:], ck, q_offset=offset, leader_indices=leaders, **call
+            )
+            assert torch.equal(part, every[:, offset:])
+        # rows that start in different places, without leaders too
+        starts = [41, 21]
+        rows, right = (
+            torch.stack([t[b, first : first + 20] for b, first in enumerate(starts)])
+            for t in (q, every)
+        )
+        place = dict(q_offset=torch.tensor(starts, device=DEVICE))
+        if backend == "flex":
+            return  # the ranking is that of eager PyTorch, for positions that it supports
+        part = nsa.select_blocks(rows, ck, **place, leader_indices=right[:, 0], **call)
+        assert torch.equal(part, right)
+        part = nsa.select_blocks(rows, ck, **place, **call)
+        for b, first in enumerate(starts):
+            before = -first % R
+            assert (part[b, :before] == -1).all()
+            assert torch.equal(part[b, before:], right[b, before:])
