@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import problem
-from tests.helpers.budget import DEVICE
+from tests.helpers.budget import DEVICE, FORMS
 
 pytest.importorskip("triton")
 
@@ -61,58 +61,48 @@ def small(H, K, stride=1):
     return problem.Setting(T=1024, H=H, K=K, n=5, w=255, stride=stride)
 
 
-GLUON = {"flash_sm90": True, "key_major_sm90": True}
-TRITON = dict.fromkeys(("flash_sm90", "key_major_sm90", "union_sm90", "softmax_mass_sm90"), False)
+SM90, PORTABLE = FORMS["sm90"], FORMS["portable"]
 UNION = launch.UnionRule(4, 1.6, least=0)
-# heads, tokens a ranking, importance, neighbours that are almost one, what serves
+APART = {**SM90, "union_sm90": False}
+# heads, tokens a ranking, importance, neighbours that are almost one, and what serves
 CASES = {
-    "shared blocks": (32, 2, 1, "logits", 1, {**GLUON, "union_sm90": True}),
-    "shared blocks and unions": (
-        32, 2, 1, "logits", 16, {**GLUON, "union_sm90": True, "union": UNION}
-    ),
-    "shared blocks of lists": (8, 2, 4, "probs", 1, {**GLUON, "union_sm90": True,
-    "softmax_mass_sm90": True}), "united lists": (32, 2, 1, "logits", 16, {**GLUON,
-    "union_sm90": False, "union": UNION}), "a tile a list": (32, 2, 4, "logits", 1, GLUON),
-    "pairs": (8, 2, 1, "logits", 1, GLUON),
-    "pairs of alike neighbours": (8, 2, 1, "probs", 16, {**GLUON, "softmax_mass_sm90": True}),
-    "pairs of one head": (2, 2, 1, "logits", 1, GLUON),
-    "many tokens a ranking": (2, 2, 16, "probs", 1, {**GLUON, "union_sm90": True}),
-    "by other kernels": (32, 2, 1, "probs", 16, {**TRITON, "union": UNION}),
-    "pairs by other kernels": (8, 2, 1, "probs", 16, TRITON),
+    "shared blocks": (32, 2, 1, "logits", 1, SM90),
+    "shared blocks and unions": (32, 2, 1, "logits", 16, {**SM90, "union": UNION}),
+    "shared blocks of rankings": (8, 2, 4, "probs", 1, SM90),
+    "unions": (32, 2, 1, "probs", 16, {**APART, "union": UNION}),
+    "a tile a row": (32, 2, 4, "logits", 1, APART),
+    "pairs": (8, 2, 1, "probs", 16, APART),
+    "pairs of one head": (2, 2, 1, "logits", 1, APART),
+    "many tokens a ranking": (2, 2, 16, "probs", 1, SM90),
+    "portable": (32, 2, 1, "probs", 16, {**PORTABLE, "union": UNION}),
+    "portable pairs": (8, 2, 1, "probs", 16, PORTABLE),
     "as it is": (32, 2, 1, "logits", 1, {}),
-}  # fmt: skip
+}
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_many_runs(case):
+def test_many_runs(case, recompute):
     H, K, stride, importance, alike, within = CASES[case]
     setting = small(H, K, stride)
     tensors, d_out = draw(setting, alike, B=2)
-    settings = layer_settings(setting, importance=importance)
-    assert runs_that_differ(lambda: layer(tensors, d_out, within, **settings), 200) == 0
+    settings = layer_settings(setting, importance=importance, recompute=recompute)
+    assert runs_that_differ(lambda: layer(tensors, d_out, within, **settings), 100) == 0
 
 
 @pytest.mark.parametrize("heads", [(32, 2), (8, 2), (2, 2)])
-def test_many_runs_by_spans(heads, monkeypatch):
-    """Parts by several spans, and blocks by several items."""
+def test_many_runs_by_chunks(heads, monkeypatch):
+    """Partial results by several chunks, and blocks by several work tiles."""
     setting = small(*heads)
-    of_spans = {64: csr.Budget(setting.n / 3, 1)}
-    monkeypatch.setattr(csr, "BUDGETS", dict.fromkeys(csr.BUDGETS, of_spans))
+    few = {64: csr.Budget(setting.n / 3, 1)}
+    monkeypatch.setattr(csr, "BUDGETS", dict.fromkeys(csr.BUDGETS, few))
     for name in ("MIN_TOKENS", "MIN_DQ_TILE_ROWS"):
         monkeypatch.setattr(csr, name, 1)
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 2)
     monkeypatch.setattr(launch, "WORK_TILE_ROWS", 1024)
     tensors, d_out = draw(setting, B=2)
     settings = layer_settings(setting)
-    assert runs_that_differ(lambda: layer(tensors, d_out, GLUON, **settings), 200) == 0
-
-
-@pytest.mark.parametrize("others", [{"recompute": True}, {"selection_stride": 4}], ids=str)
-def test_many_runs_of_other_layers(others):
-    setting = small(16, 1)
-    tensors, d_out = draw(setting, B=2)
-    settings = layer_settings(setting, **{"importance": "probs", **others})
-    assert runs_that_differ(lambda: layer(tensors, d_out, GLUON, **settings), 200) == 0
+    assert runs_that_differ(lambda: layer(tensors, d_out, APART, **settings), 200) == 0
 
 
 @pytest.mark.parametrize("importance", ["logits", "probs", "max"])

@@ -127,6 +127,9 @@ CASES = {
         page=8, window=True, T=3, importance="probs", soft_cap=2.0, sinks=True, heads=(4, 2, 16, 16)
     ),
     "forced blocks": dict(heads=(3, 1, 24, 16), num_initial_blocks=1, num_local_blocks=2),
+    "wide window": dict(
+        num_initial_blocks=1, num_local_blocks=2, sliding_window_size=29, page=16, counts=(2, 1)
+    ),
     "nothing to select": dict(num_selected_blocks=0, memory=0, T=1),
     "d > s": dict(
         compress_block_size=12, compress_block_sliding_stride=12, selection_block_size=4, N=60
@@ -195,64 +198,34 @@ def test_pages_without_compressed_keys(branches):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.slow(one_of=7)
-@kernels
-@pytest.mark.parametrize("case", CASES)
-def test_kernels(case):
-    assert_right(torch.float32, **CASES[case])
+# constants of the kernels, by module
+ALL_READ = {"read_all.MAX_BLOCKS": 0}
+FORMS = {
+    "as it comes": {},
+    # as where there is much to read: blocks are selected first. Several programs rank those of a
+    # token, each some of them, against all in several passes
+    "ranked first": ALL_READ | {
+        "persistent.RANK_SPLIT_BLOCKS": (4, 64), "persistent.RANK_COMPARED": 8,
+        "persistent.RANK_SPLIT_CHUNKS": 2,
+    },
+    # one program ranks for a token
+    "no room for all programs": ALL_READ | {
+        "persistent.MAX_RESIDENT": 0, "persistent.MAX_RESIDENT_RANKING": 0,
+    },
+    "several blocks a program": {"read_all.BLOCK_PROGRAMS": 8},
+    # as where rows are many
+    "few programs": ALL_READ | {"persistent.TARGET_PROGRAMS": {"windows": 2, "blocks": 8}},
+}  # fmt: skip
 
 
 @pytest.mark.slow(one_of=12)
 @kernels
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_one_after_the_other(case, monkeypatch):
-    """As where there is much to read: blocks are selected before they are read. Several programs
-    rank those of a token, each some of them, against all in several passes."""
-    from native_sparse_attention.kernels.decode import persistent, read_all
-
-    monkeypatch.setattr(read_all, "MAX_BLOCKS", 0)
-    monkeypatch.setattr(persistent, "RANK_SPLIT_BLOCKS", (4, 64))
-    monkeypatch.setattr(persistent, "RANK_COMPARED", 8)
-    monkeypatch.setattr(persistent, "RANK_SPLIT_CHUNKS", 2)
+@pytest.mark.parametrize("form", FORMS)
+def test_kernels(form, case, monkeypatch):
+    for name, value in FORMS[form].items():
+        monkeypatch.setattr(f"native_sparse_attention.kernels.decode.{name}", value)
     assert_right(torch.float32, **CASES[case])
-
-
-# others rank alike, and wait alike
-IN_LISTS = ["own rankings, probs", "pages", "d > s", "a long list", "forced blocks"]
-
-
-@kernels
-@pytest.mark.parametrize("case", CASES if CUDA else IN_LISTS)
-def test_no_room_for_all_programs(case, monkeypatch):
-    """Then one program ranks for a token, and nobody does anything for nothing."""
-    from native_sparse_attention.kernels.decode import persistent, read_all
-
-    monkeypatch.setattr(read_all, "MAX_BLOCKS", 0)
-    monkeypatch.setattr(persistent, "MAX_RESIDENT", 0)
-    monkeypatch.setattr(persistent, "MAX_RESIDENT_RANKING", 0)
-    assert_right(torch.float32, **CASES[case])
-
-
-@pytest.mark.slow(one_of=4)
-@kernels
-@pytest.mark.parametrize("case", ["plain", "pages", "short rows", "no local block"])
-def test_several_blocks_a_program_ahead(case, monkeypatch):
-    from native_sparse_attention.kernels.decode import read_all
-
-    monkeypatch.setattr(read_all, "BLOCK_PROGRAMS", 8)
-    assert_right(torch.float32, **CASES[case])
-
-
-@kernels
-@pytest.mark.parametrize("changed", [{}, dict(window=True), dict(page=16, counts=(2, 1))], ids=str)
-def test_shares_of_several_blocks(changed, monkeypatch):
-    """As where rows are many: few programs for each."""
-    from native_sparse_attention.kernels.decode import persistent, read_all
-
-    monkeypatch.setattr(read_all, "MAX_BLOCKS", 0)
-    monkeypatch.setattr(persistent, "TARGET_PROGRAMS", {"windows": 2, "blocks": 8})
-    forced = dict(num_initial_blocks=1, num_local_blocks=2, sliding_window_size=29)
-    assert_right(torch.float32, **forced, **changed)
 
 
 @kernels
