@@ -92,7 +92,7 @@ def draw(
     heads: tuple[int, int, int, int] = HEADS, batch: int = 2, causal: bool = True, memory: int = 2,
     lengths: list[int] | None = None, starts: tuple[int, ...] = (), n: int = 3, sinks: bool = False,
     gated: bool = False, each: bool = False, repeated: bool = False, raw: bool = False,
-    window: bool = False, leaders: Any = None, strided: bool = False, **changes: Any,
+    window: bool = False, leaders: Any = None, lie: Any = None, **changes: Any,
 ) -> Call:  # fmt: skip
     """A call of a branch or of a layer.
 
@@ -106,7 +106,7 @@ def draw(
         raw: queries of branch 1 of their own.
         window: keys and values of branch 3 of their own.
         leaders: blocks of the rankings before the call.
-        strided: heads lie before tokens in memory.
+        lie: lays out the tensors of tokens and windows.
         changes: of the settings.
     """
     B, (T, N), (H, K, D_, E) = (1 if lengths else batch), place, heads
@@ -128,8 +128,8 @@ def draw(
     tensors = {name: normal(*shapes[name], dtype=dtype) for name in names}
     if "branch_gates" in tensors:  # as a sigmoid gives them
         tensors["branch_gates"] = torch.rand(B, T, H, 3, device=DEVICE).to(dtype)
-    if strided:
-        tensors |= {n: heads_first(t) for n, t in tensors.items() if not n.startswith("mem")}
+    if lie is not None:
+        tensors |= {n: lie(t) for n, t in tensors.items() if not n.startswith("mem")}
     if sinks:
         high = torch.promote_types(dtype, torch.float32)
         tensors["sinks"] = normal(*SINKS.get(branch, ()), H, dtype=high)

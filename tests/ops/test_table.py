@@ -12,7 +12,16 @@ import torch
 
 from tests.helpers import selections
 from tests.helpers.budget import CUDA, DEVICE, assert_right
-from tests.helpers.calls import BLOCK, DOCUMENTS, HEADS, PLACE, S, draw, under_selection
+from tests.helpers.calls import (
+    BLOCK,
+    DOCUMENTS,
+    HEADS,
+    PLACE,
+    S,
+    draw,
+    heads_first,
+    under_selection,
+)
 
 B, PRIME = BLOCK, 131 if CUDA else 37
 WIDTH = HEADS[2]
@@ -33,7 +42,7 @@ COMMON = {
     "documents": dict(lengths=DOCUMENTS),
     "documents, two-sided": dict(lengths=DOCUMENTS, causal=False, memory=0),
     "each row at its place": dict(place=(7, 40), starts=(30, 11)),
-    "heads before tokens": dict(strided=True),
+    "heads before tokens": dict(lie=heads_first),
 }
 CASES = {
     "compressed": COMMON | {
@@ -178,7 +187,7 @@ LAYERS = {
             use_diff_topk=True, importance="probs", sinks=True, soft_cap=1.5
         ),
         "gates, documents": dict(use_diff_topk=True, importance="probs", lengths=DOCUMENTS),
-        "heads before tokens": dict(strided=True),
+        "heads before tokens": dict(lie=heads_first),
     },
     "one softmax": {case: given for case, given in BOTH.items() if case != "probs"} | {
         "tokens": TOKENS,

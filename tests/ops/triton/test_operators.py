@@ -9,24 +9,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-import native_sparse_attention as library
-from benchmarks.problem import pooled
+from native_sparse_attention import BlockSizes, select_blocks
 from native_sparse_attention.ops.triton import elementwise
 from native_sparse_attention.ops.triton.operator import unit_stride
 from native_sparse_attention.rotary import Rotary, rotate
 from tests.helpers.budget import DEVICE
+from tests.helpers.calls import RANKING, draw, heads_first
 from tests.helpers.interpreter import not_of_3_4
 from tests.helpers.memory import poisoned
 
 pytest.importorskip("triton")
 
 pytestmark = pytest.mark.kernels
-
-L, D, S, N, W = 8, 4, 8, 2, 9
-SIZES = dict(
-    compress_block_size=L, compress_block_sliding_stride=D, selection_block_size=S,
-    num_selected_blocks=N,
-)  # fmt: skip
 
 
 class Calls(TorchDispatchMode):
@@ -40,11 +34,6 @@ class Calls(TorchDispatchMode):
         if func.namespace == "native_sparse_attention":
             self.found.setdefault(func, args)
         return func(*args, **(kwargs or {}))
-
-
-def heads_first(t):
-    """The same tensor, heads before tokens in memory, as a layer lays them out."""
-    return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def beside_others(t):
@@ -61,114 +50,70 @@ def leaf(*shape):
     return torch.rand(shape, device=DEVICE, requires_grad=True)
 
 
-def draw(T=12, H=4, K=2, E=16, m=0, B=1, lie=heads_first):
-    """A leaf each: q, k, v, ck, cv, which `lie` lays out, with memory for `m`, and gates."""
-    q, k, v = (torch.randn(B, T, h, E, device=DEVICE) for h in (H, K, K))
-    tensors = dict(q=q, k=k, v=v, ck=pooled(k, L, D), cv=pooled(v, L, D))
-    tensors = {name: lie(t).detach() for name, t in tensors.items()}
-    if m:
-        tensors |= {name: torch.randn(K, m, E, device=DEVICE) for name in ("mem_k", "mem_v")}
-    tensors["branch_gates"] = torch.rand(B, T, H, 3, device=DEVICE)
-    return {name: t.requires_grad_() for name, t in tensors.items()}
+def call_of(branch, lie=heads_first, **settings):
+    """A call of few tokens, whose tensors are leaves that `lie` lays out."""
+    settings = dict(place=(12, 12), heads=(4, 2, 16, 16), batch=1) | settings
+    call = draw(branch, lie=lie, **settings)
+    return call._replace(tensors={n: t.requires_grad_() for n, t in call.tensors.items()})
 
 
-def some(tensors, *names):
-    return {name: tensors[name] for name in names}
+def run(branch, **settings):
+    out = call_of(branch, **settings)("triton")
+    return out[0] if isinstance(out, tuple) else out
 
 
-def window(tensors, **settings):
-    call = some(tensors, "q", "k", "v")
-    settings = dict(settings, sliding_window_size=W, backend="triton")
-    return library.sliding_window_attention(**call, **settings)
+def ranked(lie=heads_first):
+    tensors = call_of("compressed", lie).tensors
+    tensors = {name: tensors[name] for name in ("q", "ck", "mem_k")}
+    sizes = dict(RANKING, importance="probs", return_gates=True, seq_len=12)
+    return tensors, lambda: select_blocks(**tensors, **sizes, backend="triton")[1]
 
 
-def compressed(tensors, **settings):
-    call = {n: tensors[n] for n in ("q", "ck", "cv", "mem_k", "mem_v") if n in tensors}
-    settings = dict(settings, compress_block_sliding_stride=D, backend="triton")
-    return library.compressed_attention(**call, seq_len=tensors["k"].shape[1], **settings)
-
-
-def selected(tensors, gates=None, lists=None, **settings):
-    B, T, _, _ = tensors["q"].shape
-    if lists is None:
-        lists = torch.tensor([0, -1], dtype=torch.int32, device=DEVICE)
-        lists = lists.expand(B, T, tensors["k"].shape[2], -1)
-    return library.selected_attention(
-        **some(tensors, "q", "k", "v"), block_indices=lists, gates=gates, selection_block_size=S,
-        backend="triton", **settings,
-    )  # fmt: skip
-
-
-def ranked(tensors, **settings):
-    call = {n: tensors[n] for n in ("q", "ck", "mem_k") if n in tensors}
-    settings = {**SIZES, "return_gates": True, "seq_len": tensors["k"].shape[1], **settings}
-    return library.select_blocks(**call, **settings, backend="triton")[1]
-
-
-def layer(tensors, **settings):
-    settings = {**SIZES, "sliding_window_size": W, **settings}
-    return library.native_sparse_attention(**tensors, **settings, backend="triton")
-
-
-def one_softmax(tensors, **settings):
-    call = some(tensors, "q", "k", "v", "ck")
-    sizes = SIZES | dict(num_selected_blocks=1, selection_block_size=4, sliding_window_size=W)
-    settings = dict(settings, branches=("selected",), backend="triton")
-    return library.native_sparse_attention(**call, **sizes, **settings)
-
-
-def rotated(tensors):
+def rotated():
     rotary = Rotary(16).to(DEVICE)
-    heads = [tensors[name].transpose(1, 2) for name in "qk"]
+    heads = [leaf(1, 12, n, 16).transpose(1, 2) for n in (4, 2)]
     return rotate(rotary, heads, torch.tensor([3], device=DEVICE), None, "triton")[0]
 
 
-def projected(_):
-    qkv = torch.randn(1, 12, 8 * 16, device=DEVICE, requires_grad=True)
-    heads = elementwise.projected_heads(qkv, 4, 16, Rotary(16).to(DEVICE).freqs, None, 1.0)
+def projected():
+    heads = elementwise.projected_heads(
+        leaf(1, 12, 8 * 16), 4, 16, Rotary(16).to(DEVICE).freqs, None, 1.0
+    )
     return torch.cat([t.flatten() for t in heads])
 
 
-def averaged(tensors):
-    k, v = (tensors[name].transpose(1, 2) for name in "kv")
-    return elementwise.CompressMean.apply(k, v, leaf(2, L, 16), leaf(2, L, 16), L, D, 3)[0]
-
-
-def own_window(tensors):
-    """The tensors that few calls have: a window's own keys and values, queries of branch 1."""
-    others = {"window_k": "k", "window_v": "v", "cq": "q"}
-    others = {name: torch.randn_like(tensors[of]).requires_grad_() for name, of in others.items()}
-    return {**tensors, **others}
+def averaged():
+    k, v = (leaf(1, 2, 12, 16) for _ in "kv")
+    return elementwise.CompressMean.apply(k, v, leaf(2, 8, 16), leaf(2, 8, 16), 8, 4, 3)[0]
 
 
 ATTEND = ("attend", "attend_backward")
 # each with the operators that it calls
 CASES = {
-    "window": (ATTEND, lambda: window(draw(), block_sizes=library.BlockSizes(*[16, 32] * 9))),
-    "compressed": (
-        ATTEND,
-        lambda: compressed(draw(m=2), q_offset=torch.tensor([0], device=DEVICE), sinks=leaf(4)),
-    ),
+    "window": (ATTEND, lambda: run("window", block_sizes=BlockSizes(*[16, 32] * 9))),
+    "compressed": (ATTEND, lambda: run("compressed", starts=(0,), sinks=True)),
     "selected": (
-        ATTEND,
-        lambda: selected(draw(), num_initial_blocks=1, gates=leaf(1, 12, 2, 2), sinks=leaf(4)),
+        ATTEND, lambda: run("selected", num_initial_blocks=1, gated=True, sinks=True)
     ),
-    "ranked": (("select_blocks",), lambda: ranked(draw(m=2), importance="probs")),
-    "layer": ((*ATTEND, "attend_backward_preprocess"), lambda: layer(draw())),
+    "ranked": (("select_blocks",), lambda: ranked()[1]()),
+    "layer": ((*ATTEND, "attend_backward_preprocess"), lambda: run("layer", memory=0)),
     "recomputed": (
         ("select_blocks", *ATTEND),
-        lambda: layer(
-            own_window(draw(m=2)), recompute=True, use_diff_topk=True, importance="probs",
-            sinks=leaf(3, 4),
+        lambda: run(
+            "layer", window=True, raw=True, recompute=True, use_diff_topk=True,
+            importance="probs", sinks=True,
         ),
     ),
-    "one softmax": (ATTEND, lambda: one_softmax(draw(), sinks=leaf(1, 4))),
-    "rotated": (("rotate",), lambda: rotated(draw())),
-    "projected": (("rotate", "projected_heads_backward"), lambda: projected(None)),
-    "means": (("compress_mean", "compress_mean_backward"), lambda: averaged(draw())),
+    "one softmax": (
+        ATTEND,
+        lambda: run("one softmax", selection_block_size=4, num_selected_blocks=1, sinks=True),
+    ),
+    "rotated": (("rotate",), rotated),
+    "projected": (("rotate", "projected_heads_backward"), projected),
+    "means": (("compress_mean", "compress_mean_backward"), averaged),
     "means of keys": (
         ("compress_mean_keys",),
-        lambda: elementwise.compress_mean_keys(draw()["k"].detach().transpose(1, 2), L, D, 3),
+        lambda: elementwise.compress_mean_keys(leaf(1, 2, 12, 16).detach(), 8, 4, 3),
     ),
 }  # fmt: skip
 
@@ -220,29 +165,28 @@ def launches(monkeypatch):
     return given
 
 
-READS = {
-    "window": (window, ("q", "k", "v")),
-    "compressed": (compressed, ("q", "ck", "cv")),
-    "selected": (selected, ("q", "k", "v")),
-    "ranked": (ranked, ("q", "ck")),
-    "layer": (layer, ("q", "k", "v", "ck", "cv")),
-    "one softmax": (one_softmax, ("q", "k", "v", "ck")),
-}
-
-
-@pytest.mark.slow(one_of=3)
+@pytest.mark.slow(one_of=6)
 @not_of_3_4
 @pytest.mark.parametrize("lie", [heads_first, beside_others, every_other])
-@pytest.mark.parametrize("case", READS)
-def test_strided_inputs_are_read_where_they_lie(launches, case, lie):
+@pytest.mark.parametrize(
+    "branch", ["window", "compressed", "selected", "ranked", "layer", "one softmax"]
+)
+def test_strided_inputs_are_read_where_they_lie(launches, branch, lie):
     """Forward and backward: no launch has a tensor of an input's values elsewhere."""
-    call, names = READS[case]
-    tensors = draw(lie=lie)
+    if branch == "ranked":
+        tensors, call = ranked(lie)
+    else:
+        few = dict(selection_block_size=4, num_selected_blocks=1)
+        made = call_of(branch, lie, memory=0, **few if branch == "one softmax" else {})
+        tensors, call = made.tensors, lambda: made("triton")
     with poisoned():  # no output lies where a copy did
-        out = call(tensors)
+        out = call()
         forward = len(launches)
+        out = out[0] if isinstance(out, tuple) else out
         out.square().sum().backward()
-    for name in names:
+    for name in ("q", "k", "v", "ck", "cv"):
+        if name not in tensors:
+            continue
         t = tensors[name].detach()
         assert not t.is_contiguous() and t.stride(-1) == 1
         at = t.data_ptr()
