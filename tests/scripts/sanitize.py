@@ -27,36 +27,38 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from native_sparse_attention import (
-    KVCache,
-    PagedKVCache,
-    SparseAttention,
-    compressed_attention,
-    kernels,
-    native_sparse_attention,
-    select_blocks,
-    selected_attention,
-    sliding_window_attention,
-)
+# also as a script, whose folder alone is on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from native_sparse_attention import KVCache, PagedKVCache, SparseAttention, kernels, select_blocks
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.kernels.common import launch, sm90
 from native_sparse_attention.kernels.decode import kv_cache
 from native_sparse_attention.kernels.selected import csr, union
+from tests.helpers.budget import CUDA, DEVICE, FORMS
+from tests.helpers.calls import draw as draw_call
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 # Triton's interpreter has no bfloat16
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 # whether kernels of a Hopper run here
 HOPPER = sm90.available(torch.empty(0, device=DEVICE))
 # query heads, KV heads, and widths of keys and of values
 HEADS = (6, 2, 24, 40)
+SIZES = dict(
+    compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8,
+    num_selected_blocks=3, sliding_window_size=11, num_initial_blocks=1, num_local_blocks=2,
+)  # fmt: skip
+LARGE = SIZES | dict(
+    compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
+    sliding_window_size=129,
+)  # fmt: skip
 
 
 def all_kernels() -> Iterator[tuple[str, Any]]:
@@ -80,48 +82,24 @@ def watch() -> set[str]:
 
 
 def draw(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
-    return torch.randn(*shape, device=DEVICE).to(dtype).requires_grad_()
+    return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def run(call: Any, *tensors: Tensor, **kwargs: Any) -> None:
-    out = call(*tensors, backend="triton", **kwargs)
-    out.sum().backward()
+def run(branch: str, **settings: Any) -> None:
+    """A call forward and backward."""
+    out = draw_call(branch, DTYPE, **settings).leaves()("triton")
+    (out[0] if isinstance(out, tuple) else out).sum().backward()
 
 
 def layer(T: int, S: int, heads: tuple[int, int, int, int] = HEADS, **settings: Any) -> None:
-    """The whole layer, forward and backward; with memory slots if not told otherwise."""
-    settings = {
-        "compress_block_size": 8,
-        "compress_block_sliding_stride": 4,
-        "selection_block_size": 8,
-        "num_selected_blocks": 3,
-        "sliding_window_size": 11,
-        "num_initial_blocks": 1,
-        "num_local_blocks": 2,
-        "causal": True,
-        **settings,
-    }
-    (H, K, D, E), d = heads, settings["compress_block_sliding_stride"]
-    slots = {"mem_k": (K, 3, D), "mem_v": (K, 3, E)} if settings.pop("memory", True) else {}
-    W = S // d if settings["causal"] else -(-S // d)
-    shapes = [(2, T, H, D), (2, S, K, D), (2, S, K, E), (2, W, K, D), (2, W, K, E), (2, T, H, 3)]
-    memory = {name: draw(*shape) for name, shape in slots.items()}
-    run(native_sparse_attention, *(draw(*shape) for shape in shapes), **memory, **settings)
+    """The whole layer, with memory slots if not told otherwise."""
+    run("layer", place=(T, S), heads=heads, **{**SIZES, "memory": 3, **settings})
 
 
 def packed(**settings: Any) -> None:
     """Documents in a row, some of them of no token or one; with a cap and sinks."""
-    lengths = [3, 0, 1, 38, 17]
-    (H, K, D, E), total = HEADS, sum(lengths)
-    W = sum(n // 4 if settings["causal"] else -(-n // 4) for n in lengths)
-    shapes = [(total, H, D), (total, K, D), (total, K, E), (W, K, D), (W, K, E), (total, H, 3)]
-    run(
-        native_sparse_attention, *(draw(1, *shape) for shape in shapes), compress_block_size=8,
-        compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
-        sliding_window_size=9, num_initial_blocks=1, soft_cap=2.0,
-        sinks=draw(3, H, dtype=torch.float32),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0), **settings,
-    )  # fmt: skip
+    sizes = dict(SIZES, lengths=[3, 0, 1, 38, 17], heads=HEADS, memory=0, soft_cap=2.0, sinks=True)
+    run("layer", **{**sizes, "num_local_blocks": 1, **settings})
 
 
 def steps(cache: KVCache, **settings: Any) -> None:
@@ -132,7 +110,7 @@ def steps(cache: KVCache, **settings: Any) -> None:
     ).to(DEVICE)  # fmt: skip
     with torch.no_grad():
         for counts in ([8, 2], [8, 1], [1, 1]):
-            inp = draw(2, max(counts), 24, dtype=torch.float32).detach()
+            inp = draw(2, max(counts), 24, dtype=torch.float32)
             module(inp, cache=cache, lengths=counts)
 
 
@@ -174,33 +152,26 @@ def gates() -> None:
 
 
 def documents() -> None:
-    packed(causal=True, importance="probs", use_diff_topk=True)
-
-
-def documents_not_causal() -> None:
-    packed(causal=False, importance="logits")
+    packed(importance="probs", use_diff_topk=True)
+    packed(causal=False)
 
 
 def ragged() -> None:
-    """The branches alone, over rows that start at different positions; lists and gates of a
+    """The branches alone, over rows that start at different positions; indices and gates of a
     caller's."""
-    B, T, S, H, K, D = 2, 5, 37, 18, 2, 24
-    q, k, v = (draw(B, n, h, D) for n, h in ((T, H), (S, K), (S, K)))
-    where = {"q_offset": torch.tensor([29, 3], device=DEVICE)}
-    run(sliding_window_attention, q, k, v, sliding_window_size=7, **where)
-    ck, cv = (t.detach()[:, :9] for t in (k, v))
-    run(compressed_attention, q, ck, cv, compress_block_sliding_stride=4, **where)
-    for ranks in (K, H):
-        lists = torch.randint(-1, 7, (B, T, ranks, 3), device=DEVICE, dtype=torch.int32)
-        gates = torch.rand(lists.shape, device=DEVICE).to(DTYPE).requires_grad_()
-        run(selected_attention, q, k, v, lists, gates=gates, selection_block_size=6, **where)
+    place = dict(place=(5, 37), starts=(29, 3), heads=(18, 2, 24, 24), memory=0)
+    run("window", sliding_window_size=7, **place)
+    run("compressed", compress_block_sliding_stride=4, **place)
+    for each in (False, True):
+        run("selected", selection_block_size=6, each=each, gated=True, **place)
+    q, ck, mem_k = draw(2, 5, 18, 24), draw(2, 9, 2, 24), draw(2, 3, 24)
     sizes = ("compress_block_size", "compress_block_sliding_stride", "selection_block_size")
-    before = torch.randint(-1, 7, (B, K, 5), device=DEVICE, dtype=torch.int32)
+    before = torch.randint(-1, 7, (2, 2, 5), device=DEVICE, dtype=torch.int32)
     for importance in ("logits", "probs", "max"):
         select_blocks(
-            q, ck, mem_k=draw(K, 3, D), num_selected_blocks=5, selection_stride=2,
-            leader_indices=before, importance=importance, backend="triton",
-            **dict.fromkeys(sizes, 4), **where,
+            q, ck, mem_k=mem_k, num_selected_blocks=5, selection_stride=2, leader_indices=before,
+            importance=importance, backend="triton", **dict.fromkeys(sizes, 4),
+            q_offset=torch.tensor([29, 3], device=DEVICE),
         )  # fmt: skip
 
 
@@ -209,43 +180,28 @@ def alike() -> None:
     with launch.using({"union": launch.UnionRule(4, 1.1, least=0)}):
         lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
         selection = launch.Selection(lists, 5, 0, 0, True)
-        some = union.allocate_unions(selection, 12, DTYPE)
-        union.write_unions(selection, some, union.allocate(selection, 8, 4))
-        q, k, v = (draw(2, 19, heads, 24) for heads in (12, 1, 1))
-        lists = torch.tensor([2, 0, 1], device=DEVICE, dtype=torch.int32)
-        lists = lists.expand(2, 19, 1, 3).clone()
-        lists[:, 8:12] = torch.randint(-1, 4, (2, 4, 1, 3), device=DEVICE, dtype=torch.int32)
-        run(
-            selected_attention, q, k, v, lists, selection_block_size=5, num_initial_blocks=0,
+        some, cost = union.allocate_unions(selection, 12, DTYPE)
+        union.write_unions(selection, some, cost, union.allocate(selection, 8, 4))
+        call = draw_call(
+            "selected", DTYPE, place=(19, 19), heads=(12, 1, 24, 24), selection_block_size=5,
             num_local_blocks=0,
         )  # fmt: skip
+        lists = call.settings["block_indices"]
+        lists[:, :8], lists[:, 12:] = torch.tensor([[2, 0, 1]], device=DEVICE), lists[:, :1]
+        call.leaves()("triton")[0].sum().backward()
 
 
 def hopper() -> None:
     """Neighbours that chose differently: blocks read once for all of them, some of them united."""
-    tried = dict.fromkeys(("flash_sm90", "union_sm90", "softmax_mass_sm90"), True)
-    tried["union"] = launch.UnionRule(4, 1.1, least=0)
-    with launch.using(tried):
-        for heads, T in (
-            ((12, 1, 128, 128), 131),
-            ((32, 2, 64, 64), 256),
-            ((16, 1, 128, 128), 131),
-            ((8, 2, 128, 128), 131),
-            ((2, 2, 128, 128), 131),
-        ):
-            layer(
-                T, 256, heads, compress_block_size=32, compress_block_sliding_stride=16,
-                selection_block_size=64, sliding_window_size=129, memory=heads[0] != 16,
-                importance="probs" if heads[0] in (8, 16) else "logits",
-            )  # fmt: skip
-        layer(
-            256, 256, (4, 2, 128, 128), compress_block_size=32, compress_block_sliding_stride=16,
-            selection_block_size=64, sliding_window_size=129, selection_stride=8,
-        )  # fmt: skip
-        layer(
-            132, 256, (32, 2, 128, 128), compress_block_size=32, compress_block_sliding_stride=16,
-            selection_block_size=64, sliding_window_size=129, selection_stride=4,
-        )  # fmt: skip
+    with launch.using(FORMS["sm90"] | {"union": launch.UnionRule(4, 1.1, least=0)}):
+        for heads, T, stride in (
+            ((12, 1, 128, 128), 131, 1), ((32, 2, 64, 64), 256, 1), ((16, 1, 128, 128), 131, 1),
+            ((8, 2, 128, 128), 131, 1), ((2, 2, 128, 128), 131, 1), ((4, 2, 128, 128), 256, 8),
+            ((32, 2, 128, 128), 132, 4),
+        ):  # fmt: skip
+            importance = "probs" if heads[0] in (8, 16) else "logits"
+            more = dict(memory=3 * (heads[0] != 16), selection_stride=stride, importance=importance)
+            layer(T, 256, heads, **LARGE, **more)
 
 
 def rows() -> None:
@@ -270,10 +226,7 @@ def pages() -> None:
 
 def full() -> None:
     """Blocks of as many keys as a tile has, read by the tensor memory accelerator."""
-    layer(
-        131, 211, (16, 1, 128, 128), compress_block_size=32, compress_block_sliding_stride=16,
-        selection_block_size=64, sliding_window_size=129, importance="probs", use_diff_topk=True,
-    )  # fmt: skip
+    layer(131, 211, (16, 1, 128, 128), **LARGE, importance="probs", use_diff_topk=True)
 
 
 def means() -> None:
@@ -292,9 +245,8 @@ def wide() -> None:
 PARTS = {
     part.__name__: part
     for part in (
-        causal, not_causal, groups_of_tokens, unaligned, gates, documents, documents_not_causal,
-        ragged, alike, rows, little, pages, means, *((full, wide) if CUDA else ()),
-        *((hopper,) if HOPPER else ()),
+        causal, not_causal, groups_of_tokens, unaligned, gates, documents, ragged, alike, rows,
+        little, pages, means, *((full, wide) if CUDA else ()), *((hopper,) if HOPPER else ()),
     )
 }  # fmt: skip
 
