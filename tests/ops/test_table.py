@@ -245,6 +245,7 @@ def test_layers_on_kernels(backend, dtype, branch, case):
 # where two lie nearer than rounding
 
 GEOMETRIES = [(8, 4, 8), (5, 2, 8), (8, 8, 4), (12, 6, 2), (4, 4, 4), (40, 4, 16), (2, 1, 16)]
+GEOMETRIES += [(8, 4, 4), (12, 4, 4), (8, 4, 16), (12, 4, 12)]
 SELECTIONS = {
     **{f"windows {l} by {d}, blocks of {s}": selections.sizes(l, d, s) for l, d, s in GEOMETRIES},
     "two-sided, each head": dict(causal=False, each=True, num_local_blocks=2),
@@ -276,12 +277,14 @@ if CUDA:
         (3, 1, 256),
     ]
     SELECTIONS |= {f"heads of {heads}": dict(heads=heads, place=(131, 1031)) for heads in WIDE}
+    # thousands of tiles, among which some lists overflow
     SELECTIONS |= {
-        f"{n} slots of 64": dict(
-            num_selected_blocks=n, place=(700, 32768), heads=(16, 1, 128), memory=1,
+        f"{n} slots of {heads}": dict(
+            num_selected_blocks=n, place=(8192, 32768), heads=heads, memory=1,
             **selections.sizes(32, 16, 64),
         )
         for n in (13, 16, 33, 64)
+        for heads in ((16, 1, 128), (4, 4, 64))
     }  # fmt: skip
 
 
