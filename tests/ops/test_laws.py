@@ -99,7 +99,21 @@ def change(call, token, window=None):
             tensors[name] = (window or token)(tensors[name])
     if "block_indices" in settings:
         settings["block_indices"] = token(settings["block_indices"])
+    if "seq_len" in settings:
+        settings["seq_len"] = tensors["q"].shape[1]
     return call._replace(tensors=tensors, settings=settings)
+
+
+def keep_blocks(call, length):
+    """Select only blocks of the first tokens."""
+    if "block_indices" in call.settings:
+        indices = call.settings["block_indices"]
+        call.settings["block_indices"] = indices.masked_fill(indices > (length - 1) // S, -1)
+    return call
+
+
+def cut(outs, *at):
+    return [None if t is None else t[at] for t in outs]
 
 
 def close(actual, expected):
@@ -128,8 +142,9 @@ def assert_alike(actual, expected):
 @backends
 def test_the_future_cannot_move_the_past(name, backend, dtype):
     """Neither other tokens nor none, nor is there a gradient."""
-    end = LENGTH * 4 // 5
-    call = draw_call(name, backend, dtype)
+    end, past = LENGTH * 4 // 5, (slice(None), slice(LENGTH * 4 // 5))
+    call = keep_blocks(draw_call(name, backend, dtype), end)
+    d = stride_of(call)
 
     def replace(stop):
         def replaced(t):
@@ -138,29 +153,18 @@ def test_the_future_cannot_move_the_past(name, backend, dtype):
 
         return replaced
 
-    d = stride_of(call)
     whole = run(call, backend)
-    past = [None if t is None else t[:, :end] for t in whole]
     for less in (
         change(call, replace(end), replace(end // d)),
         change(call, lambda t: t[:, :end].clone(), lambda t: t[:, : end // d].clone()),
     ):
-        if "seq_len" in less.settings:
-            less.settings["seq_len"] = less.tensors["q"].shape[1]
-        if "block_indices" in less.settings:
-            indices = less.settings["block_indices"]
-            indices[indices > (end - 1) // S] = -1
-            indices[:, :end] = torch.where(
-                call.settings["block_indices"][:, :end] > (end - 1) // S, -1, indices[:, :end]
-            )
-        found = [None if t is None else t[:, :end] for t in run(less, backend)]
-        assert_alike(found, past)
+        assert_alike(cut(run(less, backend), *past), cut(whole, *past))
     if not has_gradients(backend):
         return
-    d_out = torch.randn_like(whole[0])
-    for t, grad in zip(call.tensors, gradients(call, backend, d_out, slice(end)), strict=True):
-        assert grad.isfinite().all(), t
+    grads = gradients(call, backend, torch.randn_like(whole[0]), slice(end))
+    for t, grad in zip(call.tensors, grads, strict=True):
         later = end // d if t in ("ck", "cv") else end
+        assert grad.isfinite().all(), t
         assert t.startswith("mem") or (grad[:, later:] == 0).all(), t
 
 
@@ -182,8 +186,7 @@ def test_a_row_alone_is_the_row_in_a_batch(name, backend, dtype):
 
 def check_rows(call, alone, backend):
     batch = run(call, backend)
-    row = [None if t is None else t[1:] for t in batch]
-    assert_alike(run(alone, backend), row)
+    assert_alike(run(alone, backend), cut(batch, slice(1, None)))
     if has_gradients(backend):
         d_out = torch.randn_like(batch[0])
         d_out[0] = 0
@@ -211,26 +214,18 @@ def test_packed_documents_are_each_alone(name, backend, dtype, causal):
             continue
         alone = change(call, *(lambda t, at=at: t[:, at] for at in tokens))
         del alone.settings["cu_seqlens"]
-        if "compress_block_sliding_stride" in alone.settings and packed[2] is None:
-            alone.settings["seq_len"] = length
-        if "block_indices" in alone.settings:
-            indices = alone.settings["block_indices"]
-            alone.settings["block_indices"] = indices.masked_fill(indices > (length - 1) // S, -1)
-        part = [None if t is None else t[:, tokens[0]] for t in packed]
-        assert_alike(run(alone, backend), part)
+        keep_blocks(alone, length)
+        assert_alike(run(alone, backend), cut(packed, slice(None), tokens[0]))
         if grads is None:
             continue
-        for t, found, right in zip(
-            call.tensors, grads, gradients(alone, backend, d_out[:, tokens[0]]), strict=True
-        ):
+        rights = gradients(alone, backend, d_out[:, tokens[0]])
+        for t, found, right in zip(call.tensors, grads, rights, strict=True):
             if t in memory:
                 memory[t] = memory[t] + right.float()
             else:
                 close(found[:, tokens[t in ("ck", "cv")]], right)
-    if grads is not None:
-        for t, grad in zip(call.tensors, grads, strict=True):
-            if t in memory:
-                close(grad, memory[t].to(dtype))
+    for t, right in memory.items() if grads is not None else ():
+        close(grads[list(call.tensors).index(t)], right.to(dtype))
 
 
 @calls
@@ -254,14 +249,11 @@ def test_the_same_bits_in_memory_that_holds_nan(name, backend, dtype):
 def test_the_last_queries_are_those_of_the_whole(name, backend, dtype):
     """Prefill in parts: their place is all that matters."""
     call = draw_call(name, backend, dtype)
-    whole, first = run(call, backend), 8
-    part = change(call, lambda t: t, lambda t: t)
-    for t in ("q", "branch_gates"):
-        if t in part.tensors:
-            part.tensors[t] = part.tensors[t][:, first:]
-    if "block_indices" in part.settings:
-        part.settings["block_indices"] = part.settings["block_indices"][:, first:]
-    assert_alike(run(part, backend), [None if t is None else t[:, first:] for t in whole])
+    part, rows = change(call, lambda t: t, lambda t: t), (slice(None), slice(8, None))
+    for named in (part.tensors, part.settings):
+        for t in {"q", "branch_gates", "block_indices"} & named.keys():
+            named[t] = named[t][rows]
+    assert_alike(run(part, backend), cut(run(call, backend), *rows))
 
 
 def all_keys(branch, q, k, v, causal, backend):
