@@ -92,7 +92,7 @@ def draw(
     heads: tuple[int, int, int, int] = HEADS, batch: int = 2, causal: bool = True, memory: int = 2,
     lengths: list[int] | None = None, starts: tuple[int, ...] = (), n: int = 3, sinks: bool = False,
     gated: bool = False, each: bool = False, repeated: bool = False, raw: bool = False,
-    window: bool = False, leaders: Any = None, lie: Any = None, **changes: Any,
+    window: bool = False, leaders: Any = None, lie: Any = None, size: float = 1.0, **changes: Any,
 ) -> Call:  # fmt: skip
     """A call of a branch or of a layer.
 
@@ -107,6 +107,7 @@ def draw(
         window: keys and values of branch 3 of their own.
         leaders: blocks of the rankings before the call.
         lie: lays out the tensors of tokens and windows.
+        size: multiplies the queries: their logits are bounded by norms up to some size.
         changes: of the settings.
     """
     B, (T, N), (H, K, D_, E) = (1 if lengths else batch), place, heads
@@ -126,6 +127,7 @@ def draw(
     names = [name for name in READ[branch] if memory or not name.startswith("mem")]
     names += ["cq"] * raw + ["window_k", "window_v"] * window
     tensors = {name: normal(*shapes[name], dtype=dtype) for name in names}
+    tensors["q"] = tensors["q"] * size
     if "branch_gates" in tensors:  # as a sigmoid gives them
         tensors["branch_gates"] = torch.rand(B, T, H, 3, device=DEVICE).to(dtype)
     if lie is not None:

@@ -34,6 +34,7 @@ COMMON = {
     **{f"{g} heads a group": dict(heads=(2 * g, 2, WIDTH, WIDTH)) for g in (1, 3, 4)},
     "16 heads a group": dict(heads=(16, 1, WIDTH, WIDTH)),
     "other widths": dict(heads=(3, 1, 24, 40)),
+    "long queries": dict(size=8.0),
     "negative scale": dict(scale=-0.7),
     "scale of 0": dict(scale=0.0),
     "cap": dict(soft_cap=1.5),

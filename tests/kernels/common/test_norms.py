@@ -6,11 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from native_sparse_attention import (
-    native_sparse_attention,
-    sliding_window_attention,
-)
-from tests.helpers.budget import CUDA, DEVICE, draw
+from native_sparse_attention import sliding_window_attention
+from tests.helpers.budget import CUDA, DEVICE, assert_right, draw
+from tests.helpers.calls import draw as draw_call
 
 pytest.importorskip("triton")
 from native_sparse_attention.kernels.common import key_norms, launch
@@ -20,6 +18,7 @@ from native_sparse_attention.kernels.selected import query_major
 pytestmark = pytest.mark.kernels
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 T = 133 if CUDA else 49
+HEADS = (4, 2, 16, 16)
 
 
 @pytest.fixture(autouse=True)
@@ -62,43 +61,34 @@ def test_not_of_few_queries():
     assert key_norms.key_norms(q.half(), k[:, :32].half()) == (None, None)
 
 
-def layer(size, sinks=False):
-    q, k, v = draw(T, T, 4, 2, 16, 16, DTYPE)
-    _, ck, cv = draw(T, T // 2, 4, 2, 16, 16, DTYPE)
-    tensors = dict(q=sized(q, size), k=k, v=v, ck=ck, cv=cv)
-    tensors |= {n: torch.randn(2, 2, 16, device=DEVICE).to(DTYPE) for n in ("mem_k", "mem_v")}
-    if sinks:
-        tensors["sinks"] = 3 * torch.randn(3, 4, device=DEVICE)
-    tensors["branch_gates"] = torch.rand(2, T, 4, 3, device=DEVICE).to(DTYPE)
-    settings = dict(
-        compress_block_size=4, compress_block_sliding_stride=2, selection_block_size=16,
-        num_selected_blocks=2, sliding_window_size=37,
-    )  # fmt: skip
-    return tensors, settings
-
-
-def forward(tensors, settings):
-    return native_sparse_attention(**tensors, **settings, backend="triton")
-
-
 @pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("size, sinks", [(1.0, False), (8.0, True)])
 def test_layer(monkeypatch, size, sinks):
-    tensors, settings = layer(size, sinks)
-    q = tensors["q"].double()
-    longest = tensors["k"].double().norm(dim=-1).amax()
+    sizes = dict(
+        compress_block_size=4, compress_block_sliding_stride=2, selection_block_size=16,
+        sliding_window_size=37, sinks=sinks,
+    )  # fmt: skip
+    call = draw_call("layer", DTYPE, place=(T, T), heads=HEADS, **sizes)
+    call.tensors["q"] = sized(call.tensors["q"], size)
+    q = call.tensors["q"].double()
+    longest = call.tensors["k"].double().norm(dim=-1).amax()
     bound = q.norm(dim=-1) * longest * 16**-0.5 / torch.log(q.new_tensor(2.0))
     assert ((bound <= 48).any(), (bound > 48).any()) == (True, size > 1)
-    by_bound = forward(tensors, settings)
+    by_bound = call("triton")
     monkeypatch.setattr(key_norms, "BOUNDED_DTYPES", ())
-    by_maximum = forward(tensors, settings)
+    by_maximum = call("triton")
     # another order of roundings, if any tile was measured from its bound
     assert not torch.equal(by_bound, by_maximum)
-    exact = native_sparse_attention(
-        **{n: t.double() for n, t in tensors.items()}, **settings, backend="eager"
-    )
+    exact = call._replace(tensors={n: t.double() for n, t in call.tensors.items()})("eager")
     error, other = ((t.double() - exact).abs().max() for t in (by_bound, by_maximum))
     assert error <= 2 * other + torch.finfo(DTYPE).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.5])
+@pytest.mark.parametrize("branch", ["compressed", "window"])
+def test_branches_and_gradients(branch, soft_cap):
+    call = draw_call(branch, DTYPE, place=(T, T), heads=HEADS, soft_cap=soft_cap)
+    assert_right(call.op, call.tensors, DTYPE, **call.settings)
 
 
 def test_one_key_has_all():
