@@ -5,23 +5,11 @@ import torch
 
 from native_sparse_attention import (
     KVCache,
-    chunked_attention,
     select_blocks,
     sliding_window_attention,
 )
 from tests.helpers.calls import RANKING, draw
 from tests.helpers.layers import DIM, layer
-
-
-@pytest.mark.parametrize("w", [9, 100])
-def test_window_against_chunked_attention(w):
-    """Which was written apart."""
-    tensors = draw("window", torch.float64, place=(45, 45)).tensors
-    out = sliding_window_attention(**tensors, sliding_window_size=w, soft_cap=0.7, backend="eager")
-    expected = chunked_attention(
-        **tensors, causal=True, sliding_window_size=w, soft_cap=0.7, q_chunk_size=16
-    )
-    torch.testing.assert_close(out, expected)
 
 
 def test_ranking_by_probabilities():

@@ -193,7 +193,7 @@ LAYERS = {
         "gates, documents": dict(use_diff_topk=True, importance="probs", lengths=DOCUMENTS),
         "heads before tokens": dict(lie=heads_first),
     },
-    "one softmax": {case: given for case, given in BOTH.items() if case != "probs"} | {
+    "one softmax": BOTH | {
         "tokens": TOKENS,
         "tokens, documents": TOKENS | dict(lengths=DOCUMENTS),
         "forced": dict(num_initial_blocks=1, num_local_blocks=2),
