@@ -264,7 +264,8 @@ def selected_attention(
         gate = scatter_blocks(gates.to(q.dtype), block_indices[:, rows], num_blocks, 1.0)
         gate = gate.masked_fill(forced(rows), 1.0)
         gate = rearrange(gate, "b (k g) i c -> b k g i c", k=kv)
-        return gate.index_select(-1, block_of_key[keys])
+        # index_select's CUDA backward adds with atomics, in any order; that of indexing sorts
+        return gate[..., block_of_key[keys]]
 
     def key_range(first: int, last: int) -> tuple[int, int]:
         return 0, last + 1 if causal else S
@@ -336,15 +337,19 @@ def interpolate_windows(
     # both neighbours in integer arithmetic: positions in units of 1 / (2 d)
     left, remainder = (2 * t + 1 - d) // (2 * d), (2 * t + 1 - d) % (2 * d)
     weight = remainder.to(window_scores.dtype) / (2 * d)
-    first, end = (n[..., None, None] for n in visible)
+    first, end = (n[:, None, :, None] for n in visible)
+    # advanced indexing, since its CUDA backward sorts: gather's adds with atomics, in any order
+    w = torch.arange(window_scores.shape[-1], device=c.device)
+    edges = [n.clamp(0, len(w) - 1) for n in (first.minimum(end - 1), end - 1)]
+    edges = [n.expand(*window_scores.shape[:3], 1) for n in edges]
+    at_first, at_last = (window_scores.gather(-1, edge) for edge in edges)  # one window a query
+    nearest = torch.where(w < first, at_first, window_scores)
+    nearest = torch.where(w >= end, at_last, nearest)
 
     def pick(w: Tensor) -> Tensor:
-        nearest = w.maximum(first).minimum(end - 1).clamp(min=0)
-        index = rearrange(nearest, "b i c t -> b 1 i (c t)")
-        index = index.expand(*window_scores.shape[:3], -1)
-        return window_scores.gather(-1, index).unflatten(-1, t.shape)
+        return nearest[..., w.clamp(0, nearest.shape[-1] - 1)]
 
-    covered = (t < end * d)[:, None]
+    covered = t < end[..., None] * d
     token_scores = torch.lerp(pick(left), pick(left + 1), weight).masked_fill(~covered, 0.0)
     return token_scores.sum(dim=-1) / covered.sum(dim=-1).clamp(min=1)
 
@@ -513,8 +518,9 @@ def leaders(q: Tensor, i: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def share(ranked: Tensor, group: Tensor, before: Tensor) -> Tensor:
     """Give each group's ranking [b t r n] to its tokens. Tokens of group -1 get `before`."""
-    index = group.clamp(min=0)[..., None, None].expand(ranked.shape[0], -1, *ranked.shape[2:])
-    return torch.where(group[..., None, None] < 0, before, ranked.gather(1, index))
+    # advanced indexing, since its CUDA backward sorts: gather's adds with atomics, in any order
+    row = torch.arange(ranked.shape[0], device=ranked.device)[:, None]
+    return torch.where(group[..., None, None] < 0, before, ranked[row, group.clamp(min=0)])
 
 
 def ranked_queries(
