@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,26 +16,20 @@ from . import gallery, jagged, nsa
 from .tiles import MaskMod
 
 
-@dataclass(frozen=True)
-class Option:
-    """An integer setting. Its default is a function of the length."""
+class Option(NamedTuple):
+    """An integer setting. Its default is a number, or a function of the length."""
 
-    default: Callable[[int], int]
+    default: int | Callable[[int], int]
     meaning: str
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """`build(length, device, **options)` returns a mod, or a mod and its number of keys where they
     are not the queries."""
 
     meaning: str
     build: Callable[..., Any]
     options: dict[str, Option]
-
-
-def fixed(value: int, meaning: str) -> Option:
-    return Option(lambda length: value, meaning)
 
 
 def fraction(divisor: int, meaning: str) -> Option:
@@ -48,14 +42,20 @@ def squarest_width(length: int) -> int:
     return length // height
 
 
-def canvas_height(length: int, canvas_width: int) -> int:
-    check_ints(1, canvas_width=canvas_width)
+def build_pixels(
+    mask: Callable[..., MaskMod],
+    length: int,
+    device: torch.device,
+    canvas_width: int,
+    **kernel: int,
+) -> MaskMod:
+    (canvas_width,) = check_ints(1, canvas_width=canvas_width)
     if length % canvas_width:
         raise ValueError(f"canvas_width must divide length={length}, got {canvas_width}")
-    return length // canvas_width
+    return mask(length // canvas_width, canvas_width, **kernel)
 
 
-def growing_offsets(length: int, documents: int, device: torch.device) -> Tensor:
+def growing_offsets(length: int, device: torch.device, documents: int) -> Tensor:
     """Offsets of sequences with lengths in the ratio 1 : 2 : 3 : ... and a total of `length`."""
     check_ints(1, documents=documents)
     if documents > length:
@@ -77,7 +77,7 @@ def build_flamingo(
 
 
 def build_compress(length: int, device: torch.device, stride: int) -> tuple[MaskMod, int]:
-    check_ints(1, stride=stride)
+    (stride,) = check_ints(1, stride=stride)
     if stride > length:
         raise ValueError(f"stride must be at most length={length}, got {stride}")
     return nsa.compress_mask_mod(stride), blocks.num_windows(length, stride)
@@ -105,80 +105,70 @@ def build_selected(
 
 
 WINDOW = {"window": fraction(8, "keys before the query")}
-DOCUMENTS = {"documents": fixed(4, "sequences, of lengths as 1 : 2 : 3 : ...")}
+DOCUMENTS = {"documents": Option(4, "sequences, of lengths as 1 : 2 : 3 : ...")}
 PIXELS = {
     "canvas_width": Option(squarest_width, "pixels of a row; it divides the length"),
-    "kernel_height": fixed(7, "rows of pixels, odd"),
-    "kernel_width": fixed(7, "columns of pixels, odd"),
+    "kernel_height": Option(7, "rows of pixels, odd"),
+    "kernel_width": Option(7, "columns of pixels, odd"),
 }
 
 CATALOG = {
     "causal": Entry("keys up to the query", lambda n, device: gallery.causal, {}),
     "sliding_window": Entry(
-        "the nearest keys before it",
-        lambda n, device, window: gallery.sliding_window(window),
-        WINDOW,
+        "the nearest keys before it", lambda n, device, **o: gallery.sliding_window(**o), WINDOW
     ),
     "dilated_window": Entry(
         "keys before it, some distance apart",
-        lambda n, device, window, dilation: gallery.dilated_window(window, dilation),
+        lambda n, device, **o: gallery.dilated_window(**o),
         {
             "window": fraction(16, "keys before the query"),
-            "dilation": fixed(4, "from one key to the next"),
+            "dilation": Option(4, "from one key to the next"),
         },
     ),
     "prefix_lm": Entry(
         "a prefix and the past",
-        lambda n, device, prefix_length: gallery.prefix_lm(prefix_length),
+        lambda n, device, **o: gallery.prefix_lm(**o),
         {"prefix_length": fraction(4, "keys that all see")},
     ),
     "document": Entry(
         "the past of its own document",
-        lambda n, device, documents: gallery.document(
-            offsets=growing_offsets(n, documents, device)
-        ),
+        lambda n, device, **o: gallery.document(offsets=growing_offsets(n, device, **o)),
         DOCUMENTS,
     ),
     "jagged": Entry(
         "a window within packed sequences",
-        lambda n, device, documents, window: jagged.jagged_mask_mod(
-            gallery.sliding_window(window), growing_offsets(n, documents, device)
+        lambda n, device, window, **o: jagged.jagged_mask_mod(
+            gallery.sliding_window(window), growing_offsets(n, device, **o)
         ),
         DOCUMENTS | WINDOW,
     ),
     "sasa": Entry(
-        "pixels around it, cut at the border",
-        lambda n, device, canvas_width, **kernel: gallery.sasa(
-            canvas_height(n, canvas_width), canvas_width, **kernel
-        ),
-        PIXELS,
+        "pixels around it, cut at the border", partial(build_pixels, gallery.sasa), PIXELS
     ),
     "natten": Entry(
         "pixels around it, moved inside at the border",
-        lambda n, device, canvas_width, **kernel: gallery.natten(
-            canvas_height(n, canvas_width), canvas_width, **kernel
-        ),
+        partial(build_pixels, gallery.natten),
         PIXELS,
     ),
     "flamingo": Entry(
         "text on the image before it",
         build_flamingo,
         {
-            "images": fixed(4, "images, each before as much text"),
+            "images": Option(4, "images, each before as much text"),
             "image_token_length": fraction(4, "keys of an image"),
         },
     ),
     "compress": Entry(
         "native sparse attention: windows that ended before it",
         build_compress,
-        {"stride": fixed(16, "tokens from window to window")},
+        {"stride": Option(16, "tokens from window to window")},
     ),
     "selected": Entry(
         "native sparse attention: selected blocks and its own",
         build_selected,
         {
-            "selection_block_size": fixed(64, "tokens of a block"),
-            "num_selected_blocks": fixed(2, "blocks drawn at random"),
+            "selection_block_size": Option(64, "tokens of a block"),
+            "num_selected_blocks": Option(2, "blocks drawn at random"),
         },
     ),
 }
@@ -195,7 +185,10 @@ def make(name: str, length: int, device: torch.device, **options: Any) -> tuple[
     entry = CATALOG[name]
     for option in options:
         check_choice("option", option, entry.options)
-    settings = {key: options.get(key, o.default(length)) for key, o in entry.options.items()}
-    built = entry.build(length, device, **settings)
+    defaults = {
+        key: option.default(length) if callable(option.default) else option.default
+        for key, option in entry.options.items()
+    }
+    built = entry.build(length, device, **defaults | options)
     mod, kv_len = built if isinstance(built, tuple) else (built, length)
     return mod, length, kv_len

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ..block_sizes import BlockSizes, check_block_sizes
 from ..checks.tensors import (
-    check_bools,
+    check_bool,
     check_documents,
     check_first_group,
     check_forced_blocks,
@@ -57,6 +57,38 @@ from ..config import AttentionConfig
 from ..varlen import Documents
 from . import dispatch
 from .packed import takes_documents
+
+
+def check_layout(
+    q: Tensor, dims: dict[str, int], keys: int, S: int, *, causal: bool, q_offset: Any, scale: Any,
+    soft_cap: Any, sinks: Any, documents: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Check the arguments that all operations take, of `keys` tensors of keys in a sequence of S
+    tokens; returns them by name, the offset as a number or a tensor with one per sequence."""
+    causal = check_bool("causal", causal)
+    check_groups(dims["H"], dims["K"], (dims["T"], keys))
+    offset = check_offset(q_offset, dims, S, causal, q.device)
+    check_documents(documents, dims, offset, q.device)
+    check_sinks(sinks, (dims["H"],), q.device)
+    return dict(
+        causal=causal, q_offset=offset, scale=check_scale(scale), sinks=sinks, documents=documents,
+        soft_cap=check_positive("soft_cap", soft_cap),
+    )  # fmt: skip
+
+
+def run(
+    backend: dispatch.Backend, op: str, q: Tensor, k: Tensor, v: Tensor, *indices: Tensor,
+    return_lse: bool, block_sizes: BlockSizes | None, config: AttentionConfig | None = None,
+    **settings: Any,
+) -> Any:  # fmt: skip
+    """Choose a backend for the attention of a branch, and run it."""
+    settings["return_lse"] = check_bool("return_lse", return_lse)
+    check_block_sizes(block_sizes)
+    name = dispatch.choose(
+        backend, op, q, k, v=v, gates=settings.get("gates"), q_offset=settings["q_offset"],
+        config=config,
+    )  # fmt: skip
+    return dispatch.run(name, op, q, k, v, *indices, block_sizes=block_sizes, **settings)
 
 
 @takes_documents
@@ -107,38 +139,19 @@ def compressed_attention(
         mem_v=(mem_v, "K m E"),
     )
     check_same(q=q, ck=ck, cv=cv, mem_k=mem_k, mem_v=mem_v)
-    causal, return_lse = check_bools(causal=causal, return_lse=return_lse)
-    check_groups(dims["H"], dims["K"], (dims["T"], dims["W"]))
     check_memory(mem_k, mem_v)
     d = check_int("compress_block_sliding_stride", compress_block_sliding_stride, 1)
-    seq_len = default_seq_len(seq_len, dims["T"], q_offset)
+    S = default_seq_len(seq_len, dims["T"], q_offset)
     if causal:
-        check_windows(dims["W"], seq_len, d, causal=causal, q_offset=q_offset)
-    offset = check_offset(q_offset, dims, seq_len, causal, q.device)
-    check_documents(documents, dims, offset, q.device)
-    soft_cap = check_positive("soft_cap", soft_cap)
-    scale = check_scale(scale)
-    check_sinks(sinks, (dims["H"],), q.device)
-    check_block_sizes(block_sizes)
-    name = dispatch.choose(backend, "compressed_attention", q, ck, v=cv, q_offset=offset)
-    return dispatch.run(
-        name,
-        "compressed_attention",
-        q,
-        ck,
-        cv,
-        mem_k=mem_k,
-        mem_v=mem_v,
-        compress_block_sliding_stride=d,
-        causal=causal,
-        q_offset=offset,
-        scale=scale,
-        return_lse=return_lse,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        documents=documents,
-        block_sizes=block_sizes,
-    )
+        check_windows(dims["W"], S, d, causal=True, q_offset=q_offset)
+    layout = check_layout(
+        q, dims, dims["W"], S, causal=causal, q_offset=q_offset, scale=scale, soft_cap=soft_cap,
+        sinks=sinks, documents=documents,
+    )  # fmt: skip
+    return run(
+        backend, "compressed_attention", q, ck, cv, mem_k=mem_k, mem_v=mem_v,
+        compress_block_sliding_stride=d, return_lse=return_lse, block_sizes=block_sizes, **layout,
+    )  # fmt: skip
 
 
 @takes_documents
@@ -210,8 +223,7 @@ def select_blocks(
     """
     dims = check_shapes(q=(q, "B T H D"), ck=(ck, "B W K D"), mem_k=(mem_k, "K m D"))
     check_same(q=q, ck=ck, mem_k=mem_k)
-    causal, return_gates = check_bools(causal=causal, return_gates=return_gates)
-    check_groups(dims["H"], dims["K"], (dims["T"], dims["W"]))
+    return_gates = check_bool("return_gates", return_gates)
     settings = check_selection(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
@@ -224,42 +236,23 @@ def select_blocks(
         selection_stride=selection_stride,
         query_heads_share_selected_kv=query_heads_share_selected_kv,
     )
-    d, n, stride, shared = (
-        settings[name]
-        for name in (
-            "compress_block_sliding_stride", "num_selected_blocks", "selection_stride",
-            "query_heads_share_selected_kv",
-        )
-    )  # fmt: skip
-    seq_len = default_seq_len(seq_len, dims["T"], q_offset)
-    check_windows(dims["W"], seq_len, d, causal=causal, q_offset=q_offset)
-    offset = check_offset(q_offset, dims, seq_len, causal, q.device)
-    check_documents(documents, dims, offset, q.device)
-    soft_cap = check_positive("soft_cap", soft_cap)
-    scale = check_scale(scale)
-    check_sinks(sinks, (dims["H"],), q.device)
-    check_leaders(leader_indices, dims, n, shared, q.device)
-    check_first_group(offset, stride, leader_indices)
     config = AttentionConfig.unchecked(**settings)
+    S = default_seq_len(seq_len, dims["T"], q_offset)
+    check_windows(dims["W"], S, config.d, causal=causal, q_offset=q_offset)
+    layout = check_layout(
+        q, dims, dims["W"], S, causal=causal, q_offset=q_offset, scale=scale, soft_cap=soft_cap,
+        sinks=sinks, documents=documents,
+    )  # fmt: skip
+    offset, shared = layout["q_offset"], config.query_heads_share_selected_kv
+    check_leaders(leader_indices, dims, config.num_selected_blocks, shared, q.device)
+    check_first_group(offset, config.selection_stride, leader_indices)
     if backend == "flex":
         backend = "eager"  # flex_attention cannot rank
+    name = dispatch.choose(backend, "select_blocks", q, ck, q_offset=offset, config=config)
     indices, gates = dispatch.run(
-        dispatch.choose(backend, "select_blocks", q, ck, q_offset=offset, config=config),
-        "select_blocks",
-        q,
-        ck,
-        seq_len=seq_len,
-        mem_k=mem_k,
-        **settings,
-        causal=causal,
-        q_offset=offset,
-        leader_indices=leader_indices,
-        scale=scale,
-        return_gates=return_gates,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        documents=documents,
-    )
+        name, "select_blocks", q, ck, seq_len=S, mem_k=mem_k, leader_indices=leader_indices,
+        return_gates=return_gates, **settings, **layout,
+    )  # fmt: skip
     return (indices, gates) if return_gates else indices
 
 
@@ -313,8 +306,6 @@ def selected_attention(
         gates=(gates, "B T R n"),
     )
     check_same(q=q, k=k, v=v)
-    causal, return_lse = check_bools(causal=causal, return_lse=return_lse)
-    check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
     if dims["R"] not in (dims["K"], dims["H"]):
         raise ValueError(
             f"block_indices must have K={dims['K']} or H={dims['H']} heads, got {dims['R']}"
@@ -322,39 +313,17 @@ def selected_attention(
     check_indices("block_indices", block_indices, q.device)
     check_weights("gates", gates, q.device)
     s = check_int("selection_block_size", selection_block_size, 1)
-    num_initial_blocks, num_local_blocks = check_forced_blocks(
-        s, num_initial_blocks, num_local_blocks
-    )
-    offset = check_offset(q_offset, dims, dims["S"], causal, q.device)
-    check_documents(documents, dims, offset, q.device)
-    soft_cap = check_positive("soft_cap", soft_cap)
-    scale = check_scale(scale)
-    check_sinks(sinks, (dims["H"],), q.device)
-    check_block_sizes(block_sizes)
+    initial, local = check_forced_blocks(s, num_initial_blocks, num_local_blocks)
+    layout = check_layout(
+        q, dims, dims["S"], dims["S"], causal=causal, q_offset=q_offset, scale=scale,
+        soft_cap=soft_cap, sinks=sinks, documents=documents,
+    )  # fmt: skip
     config = AttentionConfig.unchecked(selection_block_size=s, num_selected_blocks=0)
-    name = dispatch.choose(
-        backend, "selected_attention", q, k, v=v, gates=gates, q_offset=offset, config=config
-    )
-    return dispatch.run(
-        name,
-        "selected_attention",
-        q,
-        k,
-        v,
-        block_indices,
-        gates=gates,
-        selection_block_size=s,
-        num_initial_blocks=num_initial_blocks,
-        num_local_blocks=num_local_blocks,
-        causal=causal,
-        q_offset=offset,
-        scale=scale,
-        return_lse=return_lse,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        documents=documents,
-        block_sizes=block_sizes,
-    )
+    return run(
+        backend, "selected_attention", q, k, v, block_indices, gates=gates, selection_block_size=s,
+        num_initial_blocks=initial, num_local_blocks=local, return_lse=return_lse,
+        block_sizes=block_sizes, config=config, **layout,
+    )  # fmt: skip
 
 
 @takes_documents
@@ -390,29 +359,12 @@ def sliding_window_attention(
     """
     dims = check_shapes(q=(q, "B T H D"), k=(k, "B S K D"), v=(v, "B S K E"))
     check_same(q=q, k=k, v=v)
-    causal, return_lse = check_bools(causal=causal, return_lse=return_lse)
-    check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
-    sliding_window_size = check_int("sliding_window_size", sliding_window_size, 0)
-    offset = check_offset(q_offset, dims, dims["S"], causal, q.device)
-    check_documents(documents, dims, offset, q.device)
-    soft_cap = check_positive("soft_cap", soft_cap)
-    scale = check_scale(scale)
-    check_sinks(sinks, (dims["H"],), q.device)
-    check_block_sizes(block_sizes)
-    name = dispatch.choose(backend, "sliding_window_attention", q, k, v=v, q_offset=offset)
-    return dispatch.run(
-        name,
-        "sliding_window_attention",
-        q,
-        k,
-        v,
-        sliding_window_size=sliding_window_size,
-        causal=causal,
-        q_offset=offset,
-        scale=scale,
-        return_lse=return_lse,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        documents=documents,
-        block_sizes=block_sizes,
-    )
+    w = check_int("sliding_window_size", sliding_window_size, 0)
+    layout = check_layout(
+        q, dims, dims["S"], dims["S"], causal=causal, q_offset=q_offset, scale=scale,
+        soft_cap=soft_cap, sinks=sinks, documents=documents,
+    )  # fmt: skip
+    return run(
+        backend, "sliding_window_attention", q, k, v, sliding_window_size=w, return_lse=return_lse,
+        block_sizes=block_sizes, **layout,
+    )  # fmt: skip
