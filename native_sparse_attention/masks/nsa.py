@@ -42,11 +42,9 @@ Number = Any  # an int, or a tensor of one element
 
 def check_number(name: str, value: Number, minimum: int = -TOO_LARGE) -> Number:
     """Check an integer of at least `minimum`, or a tensor of one, whose value is not read."""
-    if not isinstance(value, Tensor):
-        return check_int(name, value, minimum)
-    if value.numel() != 1 or value.dtype not in INDEX_DTYPES:
-        raise ValueError(f"{name} must be an integer or a tensor of one, got {shown(value)}")
-    return value
+    if isinstance(value, Tensor) and value.numel() == 1 and value.dtype in INDEX_DTYPES:
+        return value
+    return check_int(name, value, minimum)
 
 
 def sliding_mask_mod(window_size: Number, causal: bool = True, offset: Number = 0) -> MaskMod:
@@ -154,6 +152,7 @@ def block_membership(
 # block masks
 
 
+@cached
 def sliding_block_mask(
     q_len: int, kv_len: int, window_size: int, causal: bool, offset: int, device: torch.device
 ) -> BlockMask:
@@ -163,6 +162,7 @@ def sliding_block_mask(
     return from_ranges(i - window_size, i + 1 + (not causal) * window_size, mask_mod, kv_len)
 
 
+@cached
 def compress_block_mask(
     q_len: int, kv_len: int, stride: int, mem_kv_len: int, offset: int, device: torch.device
 ) -> BlockMask:
@@ -171,10 +171,6 @@ def compress_block_mask(
     mask_mod = compress_mask_mod(*(scalar(n, device) for n in (stride, mem_kv_len, offset)))
     num_visible = mem_kv_len + blocks.num_visible_windows(i, stride)
     return from_ranges(torch.zeros_like(i), num_visible, mask_mod, kv_len)
-
-
-cached_sliding_block_mask = cached(sliding_block_mask)
-cached_compress_block_mask = cached(compress_block_mask)
 
 
 def range_block_mask(lo: Tensor, hi: Tensor, memory: int, kv_len: int) -> BlockMask:

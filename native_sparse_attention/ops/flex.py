@@ -20,14 +20,14 @@ from .. import blocks
 from ..config import AttentionConfig
 from ..masks.nsa import (
     block_membership,
-    cached_compress_block_mask,
-    cached_sliding_block_mask,
+    compress_block_mask,
     range_block_mask,
     selected_block_mask,
+    sliding_block_mask,
 )
 from ..masks.scores import soft_cap as soft_cap_mod
 from ..varlen import Documents
-from .reference import upcast
+from .reference import prepend_memory, upcast
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -81,22 +81,17 @@ def why_not(
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_mask: BlockMask | None,
-    scale: float | None,
-    return_lse: bool,
-    soft_cap: float | None = None,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask | None, scale: float | None,
+    soft_cap: float | None, return_lse: bool,
+) -> Any:  # fmt: skip
     """flex_attention on [B H T D]: the output, and its log-sum-exp on request."""
     # not at import: it loads sympy, which takes 1 s
     from torch.nn.attention import flex_attention as flex
 
     options: dict[str, Any] = {"block_mask": block_mask, "scale": scale}
+    options["enable_gqa"] = q.shape[1] != k.shape[1]
     if soft_cap is not None:
         options["score_mod"] = soft_cap_mod(soft_cap)
-    options["enable_gqa"] = q.shape[1] != k.shape[1]
     if not return_lse:
         return flex.flex_attention(q, k, v, **options)
     if hasattr(flex, "AuxRequest"):
@@ -106,13 +101,15 @@ def attend(
     return flex.flex_attention(q, k, v, return_lse=True, **options)
 
 
-def unfused(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Any:
+def attend_uncompiled(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Any:
     """`attend` without compiling, in fp32 or better."""
     dtype = v.dtype
+    if not torch.is_grad_enabled():
+        # flex checks `requires_grad` of tensors, not whether autograd records
+        q, k, v = q.detach(), k.detach(), v.detach()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        q, k, v = upcast(q, k, v)
-        result = attend(q, k, v, *settings)
+        result = attend(*upcast(q, k, v), *settings)
     return (result[0].to(dtype), result[1]) if isinstance(result, tuple) else result.to(dtype)
 
 
@@ -123,155 +120,96 @@ def compiled_attend() -> Callable[..., Any]:
     return torch.compile(attend, fullgraph=True)
 
 
-def dispatch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_mask: BlockMask | None,
-    scale: float | None,
-    return_lse: bool,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Any:
+def attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask | None, *, scale: float | None = None,
+    soft_cap: float | None = None, sinks: Tensor | None = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
     """Attention of [B T H D] with sinks [H]: [B T H D], and on request its lse [B T H]."""
-    if sinks is not None:
-        out, lse = dispatch(q, k, v, block_mask, scale, True, soft_cap)
-        sinks = sinks.to(lse.dtype)
-        out = (out * (lse - sinks).sigmoid()[..., None]).to(out.dtype)
-        return (out, torch.logaddexp(lse, sinks)) if return_lse else out
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    rows = [t.transpose(1, 2) for t in (q, k, v)]
+    settings = block_mask, scale, soft_cap, return_lse or sinks is not None
     if torch.compiler.is_compiling():
-        result = attend(q, k, v, block_mask, scale, return_lse, soft_cap)
+        result = attend(*rows, *settings)
     elif q.is_cuda:
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-            result = compiled_attend()(q, k, v, block_mask, scale, return_lse, soft_cap)
+            result = compiled_attend()(*rows, *settings)
     else:
-        if not torch.is_grad_enabled():
-            # flex checks `requires_grad` of tensors, not whether autograd records
-            q, k, v = q.detach(), k.detach(), v.detach()
-        result = unfused(q, k, v, block_mask, scale, return_lse, soft_cap)
-    if not return_lse:
+        result = attend_uncompiled(*rows, *settings)
+    if not isinstance(result, tuple):
         return result.transpose(1, 2)
-    out, lse = result
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    out, lse = (t.transpose(1, 2) for t in result)
+    if sinks is not None:
+        sinks = sinks.to(lse.dtype)
+        out = (out * (lse - sinks).sigmoid()[..., None]).to(out.dtype)
+        lse = torch.logaddexp(lse, sinks)
+    return (out, lse) if return_lse else out
 
 
 def compressed_attention(
-    q: Tensor,
-    ck: Tensor,
-    cv: Tensor,
-    *,
-    compress_block_sliding_stride: int,
-    mem_k: Tensor | None = None,
-    mem_v: Tensor | None = None,
-    causal: bool = True,
-    q_offset: int = 0,
-    scale: float | None = None,
-    return_lse: bool = False,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    documents: Documents | None = None,
-) -> Any:
+    q: Tensor, ck: Tensor, cv: Tensor, *, compress_block_sliding_stride: int,
+    mem_k: Tensor | None = None, mem_v: Tensor | None = None, causal: bool = True,
+    q_offset: int = 0, documents: Documents | None = None, **softmax: Any,
+) -> Any:  # fmt: skip
     """Attention to memory [K m D], always visible, and to windows ck, cv [B W K D]. Causally query
     i sees window j iff `j < i // d`; otherwise it sees every window."""
-    num_mem = 0
+    T, d, num_mem = q.shape[1], compress_block_sliding_stride, 0
     if mem_k is not None and mem_v is not None:
         num_mem = mem_k.shape[1]
-        mem_k, mem_v = (
-            m.transpose(0, 1).expand(ck.shape[0], -1, -1, -1).to(ck.dtype) for m in (mem_k, mem_v)
-        )
-        ck, cv = torch.cat((mem_k, ck), dim=1), torch.cat((mem_v, cv), dim=1)
-    T, kv_len = q.shape[1], ck.shape[1]
-    block_mask = None
+        ck, cv = (prepend_memory(m.to(x.dtype), x) for m, x in ((mem_k, ck), (mem_v, cv)))
+    kv_len, block_mask = ck.shape[1], None
     if kv_len == 0:
         # flex_attention needs a key: add one that no query sees
         ck, cv = F.pad(ck, (0, 0, 0, 0, 0, 1)), F.pad(cv, (0, 0, 0, 0, 0, 1))
-        block_mask = cached_sliding_block_mask(T, 1, 0, True, 1, q.device)
+        block_mask = sliding_block_mask(T, 1, 0, True, 1, q.device)
     elif documents is not None:
-        d = compress_block_sliding_stride
         lo, hi = documents.windows(d, causal=causal)
         if causal:
             hi = hi.minimum(blocks.num_visible_windows(torch.arange(T, device=q.device), d))
         block_mask = range_block_mask(lo, hi, num_mem, kv_len)
     elif causal:
-        block_mask = cached_compress_block_mask(
-            T, kv_len, compress_block_sliding_stride, num_mem, q_offset, q.device
-        )
-    return dispatch(q, ck, cv, block_mask, scale, return_lse, soft_cap, sinks)
+        block_mask = compress_block_mask(T, kv_len, d, num_mem, q_offset, q.device)
+    return attend_masked(q, ck, cv, block_mask, **softmax)
 
 
 def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    *,
-    selection_block_size: int,
-    gates: None = None,
-    causal: bool = True,
-    num_initial_blocks: int = 0,
-    num_local_blocks: int = 1,
-    q_offset: int | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    documents: Documents | None = None,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, selection_block_size: int,
+    gates: None = None, causal: bool = True, num_initial_blocks: int = 0,
+    num_local_blocks: int = 1, q_offset: int = 0, documents: Documents | None = None,
+    **softmax: Any,
+) -> Any:  # fmt: skip
     """Attention to the tokens of selected and forced blocks: block_indices [B T K|H n] with -1 for
     none, initial blocks and, causally, local blocks. Causally no query sees a key after itself.
     """
     S, s = k.shape[1], selection_block_size
-    offset = S - q.shape[1] if q_offset is None else q_offset
     membership = block_membership(
-        block_indices.transpose(1, 2),
-        blocks.num_blocks(S, s),
-        s,
-        causal=causal,
-        num_initial_blocks=num_initial_blocks,
-        num_local_blocks=num_local_blocks,
-        offset=offset,
+        block_indices.transpose(1, 2), blocks.num_blocks(S, s), s, causal=causal,
+        num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks, offset=q_offset,
         bounds=None if documents is None else documents.blocks(s),
-    )
+    )  # fmt: skip
     groups = q.shape[2] // block_indices.shape[2]
     ends = None if documents is None or causal else documents.last
-    block_mask = selected_block_mask(membership, S, s, groups, causal, offset, ends)
-    return dispatch(q, k, v, block_mask, scale, return_lse, soft_cap, sinks)
+    block_mask = selected_block_mask(membership, S, s, groups, causal, q_offset, ends)
+    return attend_masked(q, k, v, block_mask, **softmax)
 
 
 def sliding_window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    sliding_window_size: int,
-    causal: bool = True,
-    q_offset: int | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    documents: Documents | None = None,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, *, sliding_window_size: int, causal: bool = True,
+    q_offset: int = 0, documents: Documents | None = None, **softmax: Any,
+) -> Any:  # fmt: skip
     """Attention to keys `i - w .. i`, or `i - w .. i + w` if not causal."""
-    T, S, w = q.shape[1], k.shape[1], sliding_window_size
+    T, S, behind = q.shape[1], k.shape[1], sliding_window_size
+    ahead = 0 if causal else behind
     if documents is not None:
         i = torch.arange(T, device=q.device)
-        lo, hi = (
-            documents.first.maximum(i - w),
-            documents.last.minimum(i + 1 + (0 if causal else w)),
-        )
-        block_mask = range_block_mask(lo, hi, 0, S)
-        return dispatch(q, k, v, block_mask, scale, return_lse, soft_cap, sinks)
-    offset = S - T if q_offset is None else q_offset
+        lo, hi = documents.first.maximum(i - behind), documents.last.minimum(i + 1 + ahead)
+        return attend_masked(q, k, v, range_block_mask(lo, hi, 0, S), **softmax)
     # drop keys that no query sees, so that every step of a long decode has one shape
-    first, last = max(0, offset - w), min(S, offset + T + (0 if causal else w))
-    block_mask = cached_sliding_block_mask(T, last - first, w, causal, offset - first, q.device)
-    k, v = k[:, first:last], v[:, first:last]
-    return dispatch(q, k, v, block_mask, scale, return_lse, soft_cap, sinks)
+    first, last = max(0, q_offset - behind), min(S, q_offset + T + ahead)
+    k, v, offset = k[:, first:last], v[:, first:last], q_offset - first
+    block_mask = sliding_block_mask(T, last - first, behind, causal, offset, q.device)
+    return attend_masked(q, k, v, block_mask, **softmax)
 
 
-# masks given by the user
+# masks of the user
 
 
 def under_mask(
@@ -288,22 +226,14 @@ def under_mask(
             f"flex_attention cannot run a given mask: {'; '.join(reasons)}. Leave the mask out to "
             "let the backend choose."
         )
-    return dispatch(q, k, v, block_mask, scale, False)
+    return attend_masked(q, k, v, block_mask, scale=scale)
 
 
 def selected_under_mask(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    fine_mask: Callable[..., BlockMask],
-    *,
-    selection_block_size: int,
-    num_initial_blocks: int,
-    num_local_blocks: int,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, fine_mask: Callable[..., BlockMask], *,
+    selection_block_size: int, num_initial_blocks: int, num_local_blocks: int, causal: bool,
     scale: float | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attention under `fine_mask(indices [b r i n], num_grouped_queries)`, of `create_fine_mask` or
     of others. The mask does not know the forced blocks, so it gets them as selected blocks. An
     empty slot repeats a block that the query reads, since masks of others know no -1."""

@@ -191,9 +191,9 @@ def test_forced_blocks_by_hand():
 
 def test_masks_are_kept_by_shape_and_fit_for_training():
     with torch.inference_mode():
-        first = masks.nsa.cached_sliding_block_mask(11, 13, 3, True, 2, CPU)
-    assert masks.nsa.cached_sliding_block_mask(11, 13, 3, True, 2, CPU) is first
-    assert masks.nsa.cached_sliding_block_mask(11, 13, 3, False, 2, CPU) is not first
+        first = masks.nsa.sliding_block_mask(11, 13, 3, True, 2, CPU)
+    assert masks.nsa.sliding_block_mask(11, 13, 3, True, 2, CPU) is first
+    assert masks.nsa.sliding_block_mask(11, 13, 3, False, 2, CPU) is not first
     assert not first.kv_indices.is_inference()
 
 
