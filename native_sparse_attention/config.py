@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from .block_sizes import NAMES, BlockSizes, check_block_sizes
-from .checks.scalars import check_elements, check_factor
+from .checks.scalars import check_factor
 from .checks.tensors import (
     BACKENDS,
     BRANCH_KV,
@@ -344,11 +344,6 @@ class NSAConfig(AttentionConfig):
             )
         check_choice("branch_kv", self.branch_kv, BRANCH_KV)
         check_choice("backend", self.backend, BACKENDS)
-        check_elements(dim=dim, heads=heads, dim_head=dim_head)
-        check_elements(kv_heads=kv_heads, num_compressed_mem_kv=m, dim_head=dim_head)
-        check_elements(dim=dim, kv_heads=kv_heads, index_dim=index_dim)
-        l = attention["compress_block_size"]
-        check_elements(kv_heads=kv_heads, compress_block_size=l, dim_head=dim_head)
         factor = check_factor("compress_mlp_expand_factor", self.compress_mlp_expand_factor)
         return attention | dict(
             dim=dim,

@@ -24,7 +24,7 @@ from .cache.paged import PagedKVCache
 from .checks.ids import check_ids
 from .checks.keywords import nearest, refuse
 from .checks.networks import check_input, copied
-from .checks.scalars import check_choice, check_elements, check_hidden, check_layers, shown
+from .checks.scalars import check_choice, check_hidden, check_layers, shown
 from .checks.tensors import BRANCHES, check_bool, check_bools, check_groups, check_int, check_ints
 from .frequencies import RotaryLayer
 from .generate import check_prompt, check_sampling, check_stop, generate
@@ -217,7 +217,6 @@ class Transformer(Started):
     ):
         super().__init__()
         num_tokens, dim, depth = check_ints(1, num_tokens=num_tokens, dim=dim, depth=depth)
-        check_elements(num_tokens=num_tokens, dim=dim)
         (
             use_sparse_attn, causal, use_flex_sliding_window, use_flex_fine_selection,
             use_triton_fine_selection, activation_checkpointing,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -18,8 +19,6 @@ TOO_LARGE = 2**30
 TOO_MANY = 2**24
 # Limit of slots per query in block indices: with 64 tokens per block they cover 4 million tokens.
 TOO_MANY_BLOCKS = 2**16
-# Limit of elements of a tensor: 4 TiB of float32.
-TOO_MANY_ELEMENTS = 2**40
 # The least normal float32: a division by less gives inf, and then NaN.
 LEAST_NORMAL = torch.finfo(torch.float32).tiny
 LARGEST = torch.finfo(torch.float32).max
@@ -67,11 +66,10 @@ def check_int(name: str, value: Any, minimum: int, below: int = TOO_LARGE) -> in
     number = as_int(value)
     if isinstance(value, torch.SymInt):
         return number
-    if number is None or number < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, got {shown(value)}")
-    if number >= below:
+    if number is None or not minimum <= number < below:
+        limit = f" and below {below}" if number is not None and number >= below else ""
         raise ValueError(
-            f"{name} must be an integer of at least {minimum} and below {below}, got {shown(value)}"
+            f"{name} must be an integer of at least {minimum}{limit}, got {shown(value)}"
         )
     return number
 
@@ -104,31 +102,29 @@ def as_float(value: Any) -> float:
         return math.inf if value > 0 else -math.inf  # type: ignore[operator]
 
 
+def check_number(name: str, value: Any, expected: str, least: float, most: float) -> float:
+    """Check a real number: `least <= value <= most`."""
+    number = as_float(value)
+    if not least <= number <= most:
+        raise ValueError(f"{name} must be {expected}, got {shown(value)}")
+    return number
+
+
 def check_factor(name: str, value: Any) -> float:
     """Check a finite number above 0."""
-    number = as_float(value)
-    if not 0.0 < number < math.inf:
-        raise ValueError(f"{name} must be a finite number above 0, got {shown(value)}")
-    return number
+    return check_number(name, value, "a finite number above 0", math.ulp(0.0), sys.float_info.max)
 
 
 def check_positive(name: str, value: Any) -> float | None:
     """Check a number above 0 that can divide a float32, or None."""
     if value is None:
         return None
-    number = as_float(value)
-    if not 0.0 < number <= LARGEST:
-        raise ValueError(f"{name} must be a number above 0 or None, got {shown(value)}")
-    if number < LEAST_NORMAL:
-        raise ValueError(f"{name} must be at least {LEAST_NORMAL:.2g} or None, got {shown(value)}")
-    return number
+    expected = f"a number of at least {LEAST_NORMAL:.2g} or None"
+    return check_number(name, value, expected, LEAST_NORMAL, LARGEST)
 
 
 def check_finite(name: str, value: Any) -> float:
-    number = as_float(value)
-    if not abs(number) <= LARGEST:
-        raise ValueError(f"{name} must be a finite number, got {shown(value)}")
-    return number
+    return check_number(name, value, "a finite number", -LARGEST, LARGEST)
 
 
 def check_scale(scale: Any) -> float | None:
@@ -137,32 +133,26 @@ def check_scale(scale: Any) -> float | None:
 
 
 def check_probability(name: str, value: Any) -> float:
-    number = as_float(value)
-    if not 0.0 <= number <= 1.0:
-        raise ValueError(f"{name} must be a probability, in [0, 1], got {shown(value)}")
-    return number
+    return check_number(name, value, "a probability, in [0, 1]", 0.0, 1.0)
 
 
 def check_mask_value(mask_value: Any, dtype: torch.dtype) -> float:
     """Check a number other than NaN and inf; -inf if the dtype of the logits rounds it to
     -inf."""
-    number = as_float(mask_value)
-    if not number < math.inf:
-        raise ValueError(f"mask_value must be a number below inf, got {shown(mask_value)}")
+    number = check_number(
+        "mask_value", mask_value, "a number below inf", -math.inf, sys.float_info.max
+    )
     least = torch.finfo(torch.promote_types(dtype, torch.float32)).min
     return number if number >= least else -math.inf
 
 
 def check_device(name: str, device: Any) -> torch.device:
-    """Check an argument of `torch.device`: a device, its name, or the number of a GPU."""
+    """Check a device, its name, or the number of a GPU."""
     if isinstance(device, torch.device):
         return device
-    is_index = type(device) is int and 0 <= device < 128
-    if is_index and not torch.accelerator.is_available():  # torch then knows no numbers
-        return torch.device("cuda", device)
-    if isinstance(device, str) or is_index:
+    if isinstance(device, str) or (type(device) is int and 0 <= device < 128):
         try:
-            return torch.device(device)
+            return torch.device(device if isinstance(device, str) else f"cuda:{device}")
         except RuntimeError:
             pass
     raise ValueError(f"{name} must be a torch.device or the name of one, got {shown(device)}")
@@ -174,22 +164,11 @@ def check_callable(name: str, function: Any, signature: str, required: bool = Fa
         raise ValueError(f"{name} must be {wanted}, got {shown(function)}")
 
 
-def check_elements(**sizes: int) -> None:
-    """Check sizes whose product is the number of elements of a new tensor."""
-    if math.prod(sizes.values()) >= TOO_MANY_ELEMENTS:
-        factors = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"{' * '.join(sizes)} must be below 2**40, got {factors}")
-
-
 def check_hidden(name: str, factor: Any, width: int) -> int:
     """`int(width * factor)`, the hidden width of a network, at least 1."""
-    hidden = int(min(width * check_factor(name, factor), float(TOO_MANY_ELEMENTS)))
+    hidden = int(min(width * check_factor(name, factor), float(2**62)))
     if hidden < 1:
         raise ValueError(
             f"{name} must leave at least one hidden unit of {width}, got {shown(factor)}"
-        )
-    if width * hidden >= TOO_MANY_ELEMENTS:
-        raise ValueError(
-            f"{name} must leave less than 2**40 weights, got {shown(factor)} for a width of {width}"
         )
     return hidden

@@ -28,13 +28,12 @@ from .scalars import (
 
 __all__ = [
     "BACKENDS", "BRANCHES", "BRANCH_KV", "FLOAT_DTYPES", "IMPORTANCE_RULES", "INDEX_DTYPES",
-    "check_blocks", "check_bool", "check_bools", "check_branches", "check_broadcasts",
-    "check_choice", "check_devices",
-    "check_documents", "check_exactly", "check_first_group", "check_forced_blocks", "check_given",
-    "check_groups", "check_indices", "check_int", "check_ints", "check_leaders",
-    "check_mask", "check_mask_value", "check_memory", "check_offset", "check_offsets",
-    "check_positive", "check_same", "check_scale", "check_selection", "check_shapes",
-    "check_sinks", "check_weights", "check_windows", "default_seq_len", "mask_hint", "shown",
+    "check_bool", "check_bools", "check_branches", "check_broadcasts", "check_choice",
+    "check_devices", "check_documents", "check_first_group", "check_forced_blocks", "check_given",
+    "check_groups", "check_int", "check_ints", "check_leaders", "check_mask", "check_mask_value",
+    "check_memory", "check_offset", "check_offsets", "check_positive", "check_same", "check_scale",
+    "check_selection", "check_shapes", "check_tensor", "check_windows", "default_seq_len",
+    "mask_hint", "shown",
 ]  # fmt: skip
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -122,22 +121,22 @@ def check_same(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
 
 
-def check_weights(name: str, tensor: Tensor | None, device: torch.device) -> None:
-    """Check gates: any floating dtype, on `device`."""
-    if tensor is not None and (tensor.dtype not in FLOAT_DTYPES or tensor.device != device):
-        raise ValueError(
-            f"{name} must be floating on {device} as q is, got {tensor.dtype} on {tensor.device}"
-        )
-
-
-def check_indices(name: str, tensor: Tensor | None, device: torch.device | None = None) -> None:
-    """Check for int32 or int64, on `device` if given."""
+def check_tensor(
+    name: str,
+    tensor: Any,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    shape: tuple[int, ...] | None = None,
+) -> None:
+    """Check the dtype, the device and the shape of a tensor, or None."""
     if tensor is None:
         return
-    if tensor.dtype not in INDEX_DTYPES:
-        raise ValueError(f"{name} must be int32 or int64, got {tensor.dtype}")
-    if device is not None and tensor.device != device:
-        raise ValueError(f"{name} must be on {device} as q is, got {tensor.device}")
+    fits = isinstance(tensor, Tensor) and tensor.dtype in dtypes and tensor.device == device
+    if not fits or (shape is not None and tensor.shape != shape):
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        kind = "floating" if dtypes == FLOAT_DTYPES else kinds
+        shaped = "" if shape is None else f", of shape {list(shape)}"
+        raise ValueError(f"{name} must be {kind}{shaped} on {device}, got {shown(tensor)}")
 
 
 def check_groups(heads: int, kv_heads: int, tokens: tuple[int, int] | None = None) -> int:
@@ -151,28 +150,10 @@ def check_groups(heads: int, kv_heads: int, tokens: tuple[int, int] | None = Non
             f"heads must be a multiple of kv_heads, got heads={heads} and kv_heads={kv_heads}"
             + (f". {HINT}" if slip else "")
         )
-    if tokens is not None and kv_heads > max(MANY_HEADS, tokens[1]):
-        warn_of_order(kv_heads, tokens[1])
+    is_unusual = tokens is not None and kv_heads > max(MANY_HEADS, tokens[1])
+    if is_unusual and not torch.compiler.is_compiling():
+        warnings.warn(f"k has {kv_heads} heads and {tokens[1]} tokens: {HINT}", stacklevel=4)
     return heads // kv_heads
-
-
-def warn_of_order(kv_heads: int, keys: int) -> None:
-    if not torch.compiler.is_compiling():
-        warnings.warn(f"k has {kv_heads} heads and {keys} tokens: {HINT}", stacklevel=4)
-
-
-def check_blocks(l: int, d: int, s: int) -> None:
-    """Check that windows cover the sequence and align with selection blocks."""
-    if l < d:
-        raise ValueError(
-            "compress_block_size must be at least compress_block_sliding_stride, so that every "
-            f"token lies in a window, got {l} and {d}"
-        )
-    if s % d and d % s:
-        raise ValueError(
-            "selection_block_size and compress_block_sliding_stride must divide one another, "
-            f"got {s} and {d}"
-        )
 
 
 def check_forced_blocks(s: int, num_initial_blocks: Any, num_local_blocks: Any) -> tuple[int, int]:
@@ -187,20 +168,29 @@ def check_forced_blocks(s: int, num_initial_blocks: Any, num_local_blocks: Any) 
 def check_selection(**settings: Any) -> dict[str, Any]:
     """Check the settings of the selection, each alone and together. Returns plain values by
     name."""
-    sizes = ("compress_block_size", "compress_block_sliding_stride", "selection_block_size")
-    l, d, s = check_ints(1, **{name: settings[name] for name in sizes})
-    check_blocks(l, d, s)
+    names = ("compress_block_size", "compress_block_sliding_stride", "selection_block_size")
+    l, d, s = check_ints(1, **{name: settings[name] for name in names})
+    if l < d:
+        raise ValueError(
+            "compress_block_size must be at least compress_block_sliding_stride, so that every "
+            f"token lies in a window, got {l} and {d}"
+        )
+    if s % d and d % s:
+        raise ValueError(
+            "selection_block_size and compress_block_sliding_stride must divide one another, "
+            f"got {s} and {d}"
+        )
     n = check_int("num_selected_blocks", settings["num_selected_blocks"], 0, TOO_MANY_BLOCKS)
-    initial, local = check_forced_blocks(
-        s, settings["num_initial_blocks"], settings["num_local_blocks"]
-    )
-    check_choice("importance", settings["importance"], IMPORTANCE_RULES)
-    bools = ("interpolated_importance_score", "query_heads_share_selected_kv")
-    interpolated, shared = check_bools(**{name: settings[name] for name in bools})
-    if interpolated and settings["importance"] != "logits":
+    names += ("num_selected_blocks", "num_initial_blocks", "num_local_blocks")
+    forced = check_forced_blocks(s, *(settings[name] for name in names[-2:]))
+    importance = settings["importance"]
+    check_choice("importance", importance, IMPORTANCE_RULES)
+    flags = ("interpolated_importance_score", "query_heads_share_selected_kv")
+    bools = check_bools(**{name: settings[name] for name in flags})
+    if bools[0] and importance != "logits":
         raise ValueError(
             "interpolated_importance_score=True goes with importance='logits' only, "
-            f"got importance={settings['importance']!r}"
+            f"got importance={importance!r}"
         )
     stride = check_int("selection_stride", settings["selection_stride"], 1)
     if s % stride:
@@ -208,15 +198,8 @@ def check_selection(**settings: Any) -> dict[str, Any]:
             f"selection_stride must divide selection_block_size={s}, so that the tokens that share "
             f"a ranking share their own block, got {stride}"
         )
-    return settings | dict(
-        zip(sizes, (l, d, s), strict=True),
-        num_selected_blocks=n,
-        interpolated_importance_score=interpolated,
-        num_initial_blocks=initial,
-        num_local_blocks=local,
-        selection_stride=stride,
-        query_heads_share_selected_kv=shared,
-    )
+    values = (l, d, s, n, *forced, *bools, stride)
+    return settings | dict(zip((*names, *flags, "selection_stride"), values, strict=True))
 
 
 def check_branches(branches: Any) -> tuple[str, ...]:
@@ -240,27 +223,8 @@ def check_memory(mem_k: Tensor | None, mem_v: Tensor | None) -> None:
 def check_leaders(
     leader_indices: Any, dims: dict[str, int], n: int, shared: bool, device: torch.device
 ) -> None:
-    if leader_indices is None:
-        return
     shape = (dims["B"], dims["K" if shared else "H"], n)
-    check_exactly("leader_indices", leader_indices, shape, torch.int32, device)
-
-
-def check_exactly(
-    name: str,
-    tensor: Any,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | tuple[torch.dtype, ...],
-    device: torch.device,
-) -> None:
-    """Check the shape, dtype and device of a tensor."""
-    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
-    fits = isinstance(tensor, Tensor) and tensor.shape == shape and tensor.device == device
-    if not fits or tensor.dtype not in dtypes:
-        kind = "floating," if dtypes == FLOAT_DTYPES else str(dtype).removeprefix("torch.")
-        raise ValueError(
-            f"{name} must be {kind} of shape {list(shape)} on {device}, got {shown(tensor)}"
-        )
+    check_tensor("leader_indices", leader_indices, (torch.int32,), device, shape)
 
 
 def check_first_group(
@@ -285,13 +249,7 @@ def default_seq_len(seq_len: Any, T: int, q_offset: Any) -> int:
 def check_offsets(q_offset: Tensor, B: int, device: torch.device) -> Tensor:
     """Check one offset per sequence, and return int64 [B]: kernels read them by address, and one
     that is expanded has fewer elements."""
-    if q_offset.shape != (B,) or q_offset.dtype not in INDEX_DTYPES:
-        raise ValueError(
-            f"q_offset must be an int or an integer tensor of shape [{B}], "
-            f"got {q_offset.dtype} of shape {list(q_offset.shape)}"
-        )
-    if q_offset.device != device:
-        raise ValueError(f"q_offset is on {q_offset.device} but q is on {device}")
+    check_tensor("q_offset, a tensor,", q_offset, INDEX_DTYPES, device, (B,))
     return q_offset.long().contiguous()
 
 
@@ -342,11 +300,6 @@ def check_windows(
         )
 
 
-def check_sinks(sinks: Any, shape: tuple[int, ...], device: torch.device) -> None:
-    if sinks is not None:
-        check_exactly("sinks", sinks, shape, FLOAT_DTYPES, device)
-
-
 def check_documents(
     documents: Any, dims: dict[str, int], q_offset: int | Tensor, device: torch.device
 ) -> None:
@@ -354,9 +307,8 @@ def check_documents(
     if documents is None:
         return
     for name in ("first", "last"):
-        bound = getattr(documents, name, None)
-        shape = (dims["B"], dims["T"])
-        check_exactly(f"documents.{name}", bound, shape, torch.int32, device)
+        bound, shape = getattr(documents, name, 0), (dims["B"], dims["T"])
+        check_tensor(f"documents.{name}", bound, (torch.int32,), device, shape)
     if isinstance(q_offset, Tensor) or q_offset or dims.get("S", dims["T"]) != dims["T"]:
         raise ValueError(
             f"documents need queries that are all tokens, got q_offset={q_offset}, "

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import blocks
 from ..checks.scalars import TOO_LARGE, check_bool, check_int, check_ints, shown
-from ..checks.tensors import INDEX_DTYPES, check_given, check_indices
+from ..checks.tensors import INDEX_DTYPES, check_given
 from .tiles import (
     TILE,
     MaskMod,
@@ -298,7 +298,9 @@ def create_fine_mask(
 
     def inner(selected_block_indices: Tensor, num_grouped_queries: int = 1) -> BlockMask:
         check_given(selected_block_indices=selected_block_indices)
-        check_indices("selected_block_indices", selected_block_indices)
+        if selected_block_indices.dtype not in INDEX_DTYPES:
+            got = selected_block_indices.dtype
+            raise ValueError(f"selected_block_indices must be int32 or int64, got {got}")
         num_grouped_queries = check_int("num_grouped_queries", num_grouped_queries, 1)
         if selected_block_indices.ndim != 4 or selected_block_indices.shape[2] != seq_len:
             raise ValueError(

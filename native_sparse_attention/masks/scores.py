@@ -20,10 +20,10 @@ from ..checks.scalars import (
     LARGEST,
     LEAST_NORMAL,
     TOO_MANY,
-    as_float,
     check_bool,
     check_device,
     check_int,
+    check_number,
     shown,
 )
 from .tanh import register_lowering, tanh_approx
@@ -125,11 +125,8 @@ def soft_cap(cap: float, approximate: bool = False) -> ScoreMod:
     Raises:
         ValueError: a cap that is not positive and finite.
     """
-    number = as_float(cap)
-    if not LEAST_NORMAL <= number <= LARGEST:
-        raise ValueError(
-            f"cap must be a positive finite number of at least {LEAST_NORMAL:.2g}, got {shown(cap)}"
-        )
+    expected = f"a positive finite number of at least {LEAST_NORMAL:.2g}"
+    number = check_number("cap", cap, expected, LEAST_NORMAL, LARGEST)
     approximate, bound = check_bool("approximate", approximate), constant(number)
     # inside a graph the operator's fake implementation registers the lowering
     if approximate and not torch.compiler.is_compiling():

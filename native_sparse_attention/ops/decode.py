@@ -14,15 +14,14 @@ from torch import Tensor
 
 from ..checks.tensors import (
     BRANCHES,
-    check_exactly,
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
     check_given,
     check_groups,
-    check_indices,
     check_memory,
     check_same,
     check_shapes,
-    check_sinks,
-    check_weights,
+    check_tensor,
     shown,
 )
 from ..compat.transforms import refuse_transforms
@@ -155,18 +154,18 @@ def decode_attention(
         page_table=(page_table, "B most"),
     )
     check_same(q=q, **streams, **others)
-    check_weights("branch_gates", branch_gates, q.device)
+    check_tensor("branch_gates", branch_gates, FLOAT_DTYPES, q.device)
     check_groups(dims["H"], dims["K"])
     check_memory(mem_k, mem_v)
     for name, t in (("lengths", lengths), ("counts", counts), ("page_table", page_table)):
-        check_indices(name, t, q.device)
+        check_tensor(name, t, INDEX_DTYPES, q.device)
     if page_table is not None:
         check_pages(dims, config.d, config.selection_block_size)
-    check_sinks(sinks, (len(config.branches), dims["H"]), q.device)
+    check_tensor("sinks", sinks, FLOAT_DTYPES, q.device, (len(config.branches), dims["H"]))
     check_ranking(ranking, dims, config, q.device)
     if counters is not None:
         shape = dims["B"], dims["K"], COUNTERS
-        check_exactly("counters", counters, shape, torch.int32, q.device)
+        check_tensor("counters", counters, (torch.int32,), q.device, shape)
         check_contiguous("counters", counters)
     if (window_k is None) != (window_v is None):
         raise ValueError("window_k and window_v go together: give both or none")
@@ -280,7 +279,7 @@ def check_ranking(
             f"ranking must be int32 of shape {list(shape)}, of at least T + 1 = {least} tokens, "
             f"got {shown(ranking)}"
         )
-    check_exactly("ranking", ranking, shape, torch.int32, device)
+    check_tensor("ranking", ranking, (torch.int32,), device, shape)
     check_contiguous("ranking", ranking)
 
 

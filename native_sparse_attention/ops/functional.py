@@ -33,12 +33,13 @@ from torch import Tensor
 
 from ..block_sizes import BlockSizes, check_block_sizes
 from ..checks.tensors import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
     check_bool,
     check_documents,
     check_first_group,
     check_forced_blocks,
     check_groups,
-    check_indices,
     check_int,
     check_leaders,
     check_memory,
@@ -48,8 +49,7 @@ from ..checks.tensors import (
     check_scale,
     check_selection,
     check_shapes,
-    check_sinks,
-    check_weights,
+    check_tensor,
     check_windows,
     default_seq_len,
 )
@@ -69,7 +69,7 @@ def check_layout(
     check_groups(dims["H"], dims["K"], (dims["T"], keys))
     offset = check_offset(q_offset, dims, S, causal, q.device)
     check_documents(documents, dims, offset, q.device)
-    check_sinks(sinks, (dims["H"],), q.device)
+    check_tensor("sinks", sinks, FLOAT_DTYPES, q.device, (dims["H"],))
     return dict(
         causal=causal, q_offset=offset, scale=check_scale(scale), sinks=sinks, documents=documents,
         soft_cap=check_positive("soft_cap", soft_cap),
@@ -310,8 +310,8 @@ def selected_attention(
         raise ValueError(
             f"block_indices must have K={dims['K']} or H={dims['H']} heads, got {dims['R']}"
         )
-    check_indices("block_indices", block_indices, q.device)
-    check_weights("gates", gates, q.device)
+    check_tensor("block_indices", block_indices, INDEX_DTYPES, q.device)
+    check_tensor("gates", gates, FLOAT_DTYPES, q.device)
     s = check_int("selection_block_size", selection_block_size, 1)
     initial, local = check_forced_blocks(s, num_initial_blocks, num_local_blocks)
     layout = check_layout(

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..block_sizes import BlockSizes
 from ..checks.tensors import (
     BRANCHES,
+    FLOAT_DTYPES,
     check_bools,
     check_documents,
     check_first_group,
@@ -20,8 +21,7 @@ from ..checks.tensors import (
     check_offset,
     check_same,
     check_shapes,
-    check_sinks,
-    check_weights,
+    check_tensor,
     check_windows,
     shown,
 )
@@ -215,14 +215,14 @@ def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call
         raise ValueError(f"cq must have H={dims['H']} or K={dims['K']} heads, got {dims['R']}")
     inputs = call.tensors()
     check_same(**{name: inputs[name] for name in inputs if name not in ("branch_gates", "sinks")})
-    check_weights("branch_gates", call.branch_gates, q.device)
+    check_tensor("branch_gates", call.branch_gates, FLOAT_DTYPES, q.device)
     check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
     check_memory(mem_k, mem_v)
     if call.ck is not None:
         check_windows(dims["W"], dims["S"], config.d, causal=config.causal)
     offset = check_offset(call.q_offset, dims, dims["S"], config.causal, q.device)
     check_documents(call.documents, dims, offset, q.device)
-    check_sinks(call.sinks, (branches, dims["H"]), q.device)
+    check_tensor("sinks", call.sinks, FLOAT_DTYPES, q.device, (branches, dims["H"]))
     shared, leaders = config.query_heads_share_selected_kv, call.leader_indices
     check_leaders(leaders, dims, config.num_selected_blocks, shared, q.device)
     if config.ranks:

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from .. import varlen as docs
 from ..checks.keywords import check_keywords
-from ..checks.tensors import HINT, check_bool, check_given, check_indices, check_ints
+from ..checks.tensors import (
+    HINT,
+    INDEX_DTYPES,
+    check_bool,
+    check_given,
+    check_ints,
+    check_tensor,
+)
 from ..compat.transforms import refuse_transforms
 
 # arguments whose second axis counts tokens or windows
@@ -106,7 +113,7 @@ def over_documents(
     mask = named["mask"]
     if isinstance(mask, Tensor) and q.shape[1] != q.shape[2] and mask.shape == q.shape[::2]:
         raise ValueError(f"mask must have shape {list(shape)}, got {list(mask.shape)}. {HINT}")
-    check_indices("block_indices", call.get("block_indices"), q.device)
+    check_tensor("block_indices", call.get("block_indices"), INDEX_DTYPES, q.device)
     layout = docs.layout(shape, q.device, max(d, s), **named)
     documents = layout.documents
 

@@ -254,8 +254,6 @@ def test_keywords_of_other_libraries(keyword, hint):
         (dict(compress_mlp=networks.AttentionPool(4, 8)), "compress_mlp must map"),
         (dict(compress_mlp=networks.GroupedMLP(8, 8, 3)), "compress_mlp must map"),
         (dict(compress_mlp=networks.CompressTransformer(1, 24, 2)), "compress_mlp must map"),
-        (dict(dim=2**28, dim_head=2**28), "dim * heads * dim_head must be below 2**40"),
-        (dict(compress_mlp_expand_factor=1e30), "compress_mlp_expand_factor must leave less"),
         (dict(num_local_blocks=2**29), "num_local_blocks must be"),
     ],
 )
