@@ -85,12 +85,15 @@ class AttentionConfig:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def named(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
+
+    def check_flags(self, *names: str) -> dict[str, bool]:
+        return dict(zip(names, check_bools(**self.named(*names)), strict=True))
+
     def checked(self) -> dict[str, Any]:
         """The settings by name as plain values: any integral type becomes `int`."""
-        (w,) = check_ints(0, sliding_window_size=self.sliding_window_size)
-        selection = check_selection(**{name: getattr(self, name) for name in SELECTION})
-        names = ("causal", "use_diff_topk", "recompute")
-        bools = check_bools(**{name: getattr(self, name) for name in names})
+        selection = check_selection(**self.named(*SELECTION))
         check_block_sizes(self.block_sizes)
         branches = check_branches(self.branches)
         dense_length = check_int("dense_length", self.dense_length, 0)
@@ -104,14 +107,13 @@ class AttentionConfig:
                 "dense_length must be a multiple of selection_stride="
                 f"{selection['selection_stride']}, got {dense_length}"
             )
-        return dict(
-            **selection,
+        return selection | dict(
             branches=branches,
             dense_length=dense_length,
-            **dict(zip(names, bools, strict=True)),
-            sliding_window_size=w,
+            sliding_window_size=check_int("sliding_window_size", self.sliding_window_size, 0),
             scale=check_scale(self.scale),
             soft_cap=check_positive("soft_cap", self.soft_cap),
+            **self.check_flags("causal", "use_diff_topk", "recompute"),
         )
 
     @property
@@ -131,7 +133,7 @@ class AttentionConfig:
 
     def but(self, **values: Any) -> AttentionConfig:
         """These settings of the branches with other values, not checked again."""
-        return AttentionConfig.unchecked(**{n: getattr(self, n) for n in DEFAULTS} | values)
+        return AttentionConfig.unchecked(**self.named(*DEFAULTS) | values)
 
     def scale_of(self, width: int) -> float:
         """The scale of logits for this head dimension."""
@@ -145,10 +147,6 @@ class AttentionConfig:
         config.keep(key=key_of(config))
         return config
 
-    def with_selected(self, n: int) -> AttentionConfig:
-        """These settings with n selected blocks, not checked again."""
-        return self.but(num_selected_blocks=n)
-
 
 DEFAULTS = {field.name: field.default for field in fields(AttentionConfig)}
 
@@ -156,7 +154,7 @@ DEFAULTS = {field.name: field.default for field in fields(AttentionConfig)}
 def key_of(config: AttentionConfig) -> str:
     """The settings of the branches as a string, which `config_of_key` reads. Of constants only, so
     that torch.compile can trace it."""
-    values = {name: getattr(config, name) for name in DEFAULTS}
+    values = config.named(*DEFAULTS)
     sizes = values["block_sizes"]
     values["branches"] = " ".join(values["branches"])
     if sizes is not None:
@@ -294,12 +292,10 @@ class NSAConfig(AttentionConfig):
         super().__post_init__()
         rule = INDEX_RULES[self.index_pool] if self.is_indexed else self.importance
         dense = self.but(importance=rule, dense_length=sys.maxsize)
-        geometry = GEOMETRY if self.selection_stride == 1 else RANKED_GEOMETRY
-        of_functions = self.but(importance=rule)
         self.keep(
-            geometry={name: getattr(self, name) for name in geometry},
+            geometry=self.named(*(GEOMETRY if self.selection_stride == 1 else RANKED_GEOMETRY)),
             alignment=max(self.d, self.selection_block_size),
-            for_functions=of_functions,
+            for_functions=self.but(importance=rule),
             dense=dense,
             dense_alone=dense.but(num_selected_blocks=0),
         )
@@ -307,56 +303,56 @@ class NSAConfig(AttentionConfig):
     def checked(self) -> dict[str, Any]:
         if self.compress_block_sliding_stride is None:
             self.keep(compress_block_sliding_stride=self.compress_block_size)
-        dim, dim_head, heads = check_ints(1, dim=self.dim, dim_head=self.dim_head, heads=self.heads)
+        sizes = check_ints(1, **self.named("dim", "dim_head", "heads", "index_heads"))
+        dim, dim_head, heads, index_heads = sizes
         kv_heads = heads if self.kv_heads is None else check_int("kv_heads", self.kv_heads, 1)
         check_groups(heads, kv_heads)
-        (m,) = check_ints(0, num_compressed_mem_kv=self.num_compressed_mem_kv)
-        check_choice("importance", self.importance, (*IMPORTANCE_RULES, "index"))
-        check_choice("index_pool", self.index_pool, INDEX_RULES)
-        importance, rule = self.importance, INDEX_RULES[self.index_pool]
-        self.keep(importance=rule if importance == "index" else importance)
-        attention = super().checked() | dict(importance=importance)
-        index_dim = check_int(
-            "index_dim", dim_head if self.index_dim is None else self.index_dim, 1
-        )
-        index_heads = check_int("index_heads", self.index_heads, 1)
         if index_heads not in (1, kv_heads):
             raise ValueError(f"index_heads must be 1 or kv_heads={kv_heads}, got {index_heads}")
-        if importance == "index" and "compressed" in attention["branches"]:
+        check_choice("importance", self.importance, (*IMPORTANCE_RULES, "index"))
+        check_choice("index_pool", self.index_pool, INDEX_RULES)
+        check_choice("branch_kv", self.branch_kv, BRANCH_KV)
+        check_choice("backend", self.backend, BACKENDS)
+        importance, is_indexed = self.importance, self.is_indexed
+        if is_indexed:
+            self.keep(importance=INDEX_RULES[self.index_pool])
+        settings = super().checked() | dict(
+            dim=dim,
+            dim_head=dim_head,
+            heads=heads,
+            kv_heads=kv_heads,
+            num_compressed_mem_kv=check_int("num_compressed_mem_kv", self.num_compressed_mem_kv, 0),
+            importance=importance,
+            index_dim=check_int(
+                "index_dim", dim_head if self.index_dim is None else self.index_dim, 1
+            ),
+            index_heads=index_heads,
+            qk_norm_eps=check_factor("qk_norm_eps", self.qk_norm_eps),
+            compress_mlp_expand_factor=check_factor(
+                "compress_mlp_expand_factor", self.compress_mlp_expand_factor
+            ),
+            **self.check_flags(
+                "norm", "attention_sinks", "rank_rotated", "qkv_bias", "out_bias", "qk_norm"
+            ),
+        )
+        branches, shared = settings["branches"], settings["query_heads_share_selected_kv"]
+        if is_indexed and "compressed" in branches:
             raise ValueError(
                 "importance='index' needs branches without 'compressed', whose keys rank blocks "
-                f"themselves, got branches={attention['branches']}"
+                f"themselves, got branches={branches}"
             )
-        if importance == "index" and (
-            attention["use_diff_topk"] or not attention["query_heads_share_selected_kv"]
-        ):
+        if is_indexed and (settings["use_diff_topk"] or not shared):
             raise ValueError(
                 "importance='index' has one ranking for each KV head, which learns from the loss "
                 "of ranking_queries: use_diff_topk must be False and "
                 "query_heads_share_selected_kv True"
             )
-        names = ("norm", "attention_sinks", "rank_rotated", "qkv_bias", "out_bias", "qk_norm")
-        flags = dict(zip(names, check_bools(**{n: getattr(self, n) for n in names}), strict=True))
-        if flags["rank_rotated"] and "compressed" in attention["branches"]:
+        if settings["rank_rotated"] and "compressed" in branches:
             raise ValueError(
                 "rank_rotated=True needs branches without 'compressed', whose keys are not "
-                f"rotated, got branches={attention['branches']}"
+                f"rotated, got branches={branches}"
             )
-        check_choice("branch_kv", self.branch_kv, BRANCH_KV)
-        check_choice("backend", self.backend, BACKENDS)
-        factor = check_factor("compress_mlp_expand_factor", self.compress_mlp_expand_factor)
-        return attention | dict(
-            dim=dim,
-            dim_head=dim_head,
-            heads=heads,
-            kv_heads=kv_heads,
-            num_compressed_mem_kv=m,
-            qk_norm_eps=check_factor("qk_norm_eps", self.qk_norm_eps),
-            index_dim=index_dim,
-            index_heads=index_heads,
-            compress_mlp_expand_factor=factor,
-            **flags,
-        )
+        return settings
 
     # what the contents of a cache depend on, by name
     geometry: ClassVar[dict[str, Any]]

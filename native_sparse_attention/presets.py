@@ -11,52 +11,31 @@ from .checks.scalars import check_int
 from .checks.tensors import check_choice
 
 PRESETS = ("published", "paper", "short-windows", "one-softmax")
-# sequences of at most so many tokens, and sizes for them
-THREE_BRANCHES: tuple[tuple[float, dict[str, int]], ...] = (
-    (
-        1024,
-        dict(
-            compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=16,
-            sliding_window_size=63,
-        ),
-    ),
-    (
-        4096,
-        dict(
-            compress_block_size=16, compress_block_sliding_stride=8, selection_block_size=32,
-            sliding_window_size=255,
-        ),
-    ),
-    (
-        float("inf"),
-        dict(
-            compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
-            sliding_window_size=511,
-        ),
-    ),
+SIZES = (
+    "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
+    "sliding_window_size", "num_initial_blocks", "num_local_blocks",
 )  # fmt: skip
-SHORT_WINDOWS: tuple[tuple[float, dict[str, int]], ...] = (
-    (1024, dict(selection_block_size=16, sliding_window_size=63)),
-    (4096, dict(selection_block_size=32, sliding_window_size=255)),
-    (float("inf"), dict(selection_block_size=64, sliding_window_size=255)),
-)
-ONE_SOFTMAX: tuple[tuple[float, dict[str, int]], ...] = (
-    (16384, dict(selection_block_size=32, num_initial_blocks=2, num_local_blocks=16)),
-    (float("inf"), dict(selection_block_size=64, num_initial_blocks=1, num_local_blocks=8)),
-)
+# by the longest sequences, in tokens, the sizes of `SIZES` that a preset sets
+LONG = float("inf")
+Sizes = dict[float, tuple[int | None, ...]]
+THREE_BRANCHES: Sizes = {
+    1024: (8, 4, 16, 63), 4096: (16, 8, 32, 255), LONG: (32, 16, 64, 511),
+}  # fmt: skip
+SHORT_WINDOWS: Sizes = {1024: (8, 4, 16, 63), 4096: (8, 4, 32, 255), LONG: (8, 4, 64, 255)}
+ONE_SOFTMAX: Sizes = {16384: (1, 1, 32, None, 2, 16), LONG: (1, 1, 64, None, 1, 8)}
+LENGTHS: dict[str, Sizes] = {
+    "published": THREE_BRANCHES, "paper": THREE_BRANCHES, "short-windows": SHORT_WINDOWS,
+    "one-softmax": ONE_SOFTMAX,
+}  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
     "published": dict(num_selected_blocks=16),
     "paper": dict(
         importance="probs", branch_kv="independent", num_initial_blocks=1, num_local_blocks=2,
         num_selected_blocks=13,
     ),
-    "short-windows": dict(
-        compress_block_size=8, compress_block_sliding_stride=4, num_initial_blocks=1,
-        num_local_blocks=2, num_selected_blocks=6,
-    ),
+    "short-windows": dict(num_initial_blocks=1, num_local_blocks=2, num_selected_blocks=6),
     "one-softmax": dict(
-        branches=("selected",), importance="max", rank_rotated=True, compress_block_size=1,
-        compress_block_sliding_stride=1, num_selected_blocks=16,
+        branches=("selected",), importance="max", rank_rotated=True, num_selected_blocks=16,
         # up to here blocks gain little time, or lose some (docs/performance.md)
         dense_length=8192,
     ),
@@ -64,18 +43,18 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def preset(
-    name: str, length: int | None = None, own: Mapping[str, Any] | None = None
+    name: str, length: int | None = None, user_settings: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Settings of `NSAConfig.preset`, with `own` ones in their place."""
+    """Settings of `NSAConfig.preset`, some of them replaced by the user's."""
     check_choice("name", name, PRESETS)
-    longest = float("inf") if length is None else check_int("length", length, 1)
-    own_sizes = {"short-windows": SHORT_WINDOWS, "one-softmax": ONE_SOFTMAX}
-    sizes = own_sizes.get(name, THREE_BRANCHES)
-    given = dict(own or {})
-    found = FORMS[name] | next(found for limit, found in sizes if longest <= limit) | given
-    if "dense_length" in found and "dense_length" not in given and not can_be_dense(found):
-        del found["dense_length"]
-    return found
+    longest = LONG if length is None else check_int("length", length, 1)
+    sizes = next(sizes for limit, sizes in LENGTHS[name].items() if longest <= limit)
+    changes = dict(user_settings or {})
+    settings = {key: size for key, size in zip(SIZES, sizes, strict=False) if size is not None}
+    settings = FORMS[name] | settings | changes
+    if "dense_length" in settings and "dense_length" not in changes and not can_be_dense(settings):
+        del settings["dense_length"]
+    return settings
 
 
 def can_be_dense(settings: Mapping[str, Any]) -> bool:

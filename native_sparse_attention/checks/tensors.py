@@ -150,8 +150,9 @@ def check_groups(heads: int, kv_heads: int, tokens: tuple[int, int] | None = Non
             f"heads must be a multiple of kv_heads, got heads={heads} and kv_heads={kv_heads}"
             + (f". {HINT}" if slip else "")
         )
-    is_unusual = tokens is not None and kv_heads > max(MANY_HEADS, tokens[1])
-    if is_unusual and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or tokens is None:
+        return heads // kv_heads
+    if kv_heads > max(MANY_HEADS, tokens[1]):
         warnings.warn(f"k has {kv_heads} heads and {tokens[1]} tokens: {HINT}", stacklevel=4)
     return heads // kv_heads
 
@@ -168,8 +169,8 @@ def check_forced_blocks(s: int, num_initial_blocks: Any, num_local_blocks: Any) 
 def check_selection(**settings: Any) -> dict[str, Any]:
     """Check the settings of the selection, each alone and together. Returns plain values by
     name."""
-    names = ("compress_block_size", "compress_block_sliding_stride", "selection_block_size")
-    l, d, s = check_ints(1, **{name: settings[name] for name in names})
+    sizes = ("compress_block_size", "compress_block_sliding_stride", "selection_block_size")
+    l, d, s = check_ints(1, **{name: settings[name] for name in sizes})
     if l < d:
         raise ValueError(
             "compress_block_size must be at least compress_block_sliding_stride, so that every "
@@ -181,8 +182,7 @@ def check_selection(**settings: Any) -> dict[str, Any]:
             f"got {s} and {d}"
         )
     n = check_int("num_selected_blocks", settings["num_selected_blocks"], 0, TOO_MANY_BLOCKS)
-    names += ("num_selected_blocks", "num_initial_blocks", "num_local_blocks")
-    forced = check_forced_blocks(s, *(settings[name] for name in names[-2:]))
+    forced = check_forced_blocks(s, settings["num_initial_blocks"], settings["num_local_blocks"])
     importance = settings["importance"]
     check_choice("importance", importance, IMPORTANCE_RULES)
     flags = ("interpolated_importance_score", "query_heads_share_selected_kv")
@@ -198,8 +198,9 @@ def check_selection(**settings: Any) -> dict[str, Any]:
             f"selection_stride must divide selection_block_size={s}, so that the tokens that share "
             f"a ranking share their own block, got {stride}"
         )
-    values = (l, d, s, n, *forced, *bools, stride)
-    return settings | dict(zip((*names, *flags, "selection_stride"), values, strict=True))
+    names = (*sizes, "num_initial_blocks", "num_local_blocks", *flags)
+    values = dict(zip(names, (l, d, s, *forced, *bools), strict=True))
+    return settings | values | dict(num_selected_blocks=n, selection_stride=stride)
 
 
 def check_branches(branches: Any) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ def attend(
     if n > MANY_BLOCKS and not keep_slots and call.leader_indices is None:
         # the caller does not read the slots past the last block
         num_blocks = blocks.num_blocks(call.k.shape[1], config.selection_block_size)
-        config = config.with_selected(min(n, max(MANY_BLOCKS, num_blocks)))
+        config = config.but(num_selected_blocks=min(n, max(MANY_BLOCKS, num_blocks)))
     if masks == (None, None):
         if config.branches == ("selected",):
             return attend_one_softmax(call, config, backend, keep_slots)

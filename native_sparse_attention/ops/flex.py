@@ -109,7 +109,8 @@ def attend_uncompiled(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Any:
         q, k, v = q.detach(), k.detach(), v.detach()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        result = attend(*upcast(q, k, v), *settings)
+        q, k, v = upcast(q, k, v)
+        result = attend(q, k, v, *settings)
     return (result[0].to(dtype), result[1]) if isinstance(result, tuple) else result.to(dtype)
 
 
@@ -125,15 +126,15 @@ def attend_masked(
     soft_cap: float | None = None, sinks: Tensor | None = None, return_lse: bool = False,
 ) -> Any:  # fmt: skip
     """Attention of [B T H D] with sinks [H]: [B T H D], and on request its lse [B T H]."""
-    rows = [t.transpose(1, 2) for t in (q, k, v)]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     settings = block_mask, scale, soft_cap, return_lse or sinks is not None
     if torch.compiler.is_compiling():
-        result = attend(*rows, *settings)
+        result = attend(q, k, v, *settings)
     elif q.is_cuda:
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-            result = compiled_attend()(*rows, *settings)
+            result = compiled_attend()(q, k, v, *settings)
     else:
-        result = attend_uncompiled(*rows, *settings)
+        result = attend_uncompiled(q, k, v, *settings)
     if not isinstance(result, tuple):
         return result.transpose(1, 2)
     out, lse = (t.transpose(1, 2) for t in result)
