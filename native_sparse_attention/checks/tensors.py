@@ -250,7 +250,7 @@ def default_seq_len(seq_len: Any, T: int, q_offset: Any) -> int:
 def check_offsets(q_offset: Tensor, B: int, device: torch.device) -> Tensor:
     """Check one offset per sequence, and return int64 [B]: kernels read them by address, and one
     that is expanded has fewer elements."""
-    check_tensor("q_offset, a tensor,", q_offset, INDEX_DTYPES, device, (B,))
+    check_tensor("q_offset", q_offset, INDEX_DTYPES, device, (B,))
     return q_offset.long().contiguous()
 
 

@@ -16,18 +16,15 @@ from .. import blocks
 from ..checks.tensors import (
     check_bool,
     check_devices,
-    check_given,
     check_ints,
     check_mask_value,
     check_positive,
-    check_same,
-    check_shapes,
 )
-from ..compat.autocast import in_autocast_dtype, no_autocast
+from ..compat.autocast import no_autocast
 from ..compat.transforms import refuse_transforms
 from ..ops.chunked import AttendTiles, Plan, slice_axis, split_range
 from ..ops.reference import Visibility, upcast
-from .segments import SegmentIds, check_segment_ids
+from .segments import SegmentIds, check_qkv, check_segment_ids
 
 
 def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:
@@ -109,11 +106,8 @@ def block_masked_attention(
     Raises:
         ValueError: shapes, dtypes, devices or settings do not match.
     """
-    check_given(q=q, k=k, v=v)
-    check_devices(q=q, k=k, v=v)
-    q, k, v = in_autocast_dtype(q, k, v)
-    dims = check_shapes(q=(q, "B K G T D"), k=(k, "B K S D"), v=(v, "B K S E"))
-    check_same(q=q, k=k, v=v)
+    refuse_transforms("block_masked_attention")
+    dims, q, k, v = check_qkv(q, k, v, "B K G T D", "B K S D", "B K S E")
     B, T, S = (dims[axis] for axis in "BTS")
     block_kv, block_q = check_ints(1, block_kv=block_kv, block_q=block_q)
     cap = check_positive("cap", cap)
@@ -123,11 +117,9 @@ def block_masked_attention(
     if not isinstance(mask, Tensor) or list(mask.shape) not in ([T, S], [B, T, S]):
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask must have shape {[T, S]} or {[B, T, S]}, got {got}")
-    if mask.device != q.device:
-        raise ValueError(f"mask is on {mask.device} but q is on {q.device}")
+    check_devices(q=q, mask=mask)
     mask = mask if mask.ndim == 3 else mask[None]
 
-    refuse_transforms("block_masked_attention")
     row_chunks, key_chunks = split_range(0, T, block_q), split_range(0, S, block_kv)
     counts = mask_blocker(mask, block_q, block_kv).sum(dim=0).tolist()
     tiles = [

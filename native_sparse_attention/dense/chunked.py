@@ -16,24 +16,20 @@ from torch import Tensor
 from ..checks.scalars import TOO_LARGE, as_int, check_callable
 from ..checks.tensors import (
     check_bools,
-    check_devices,
-    check_given,
     check_groups,
     check_int,
     check_ints,
     check_mask,
     check_offsets,
     check_positive,
-    check_same,
     check_scale,
-    check_shapes,
     shown,
 )
-from ..compat.autocast import in_autocast_dtype, no_autocast
+from ..compat.autocast import no_autocast
 from ..compat.transforms import refuse_transforms
 from ..ops.chunked import attend, slice_axis
 from ..ops.reference import Visibility, query_positions, upcast
-from .segments import SegmentIds, check_segment_ids
+from .segments import SegmentIds, check_qkv, check_segment_ids
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -85,11 +81,7 @@ def chunked_attention(
         ValueError: shapes, dtypes, devices or settings do not match.
     """
     refuse_transforms("chunked_attention")
-    check_given(q=q, k=k, v=v)
-    check_devices(q=q, k=k, v=v)
-    q, k, v = in_autocast_dtype(q, k, v)
-    dims = check_shapes(q=(q, "B T H D"), k=(k, "B S K D"), v=(v, "B S K E"))
-    check_same(q=q, k=k, v=v)
+    dims, q, k, v = check_qkv(q, k, v, "B T H D", "B S K D", "B S K E")
     causal, return_lse = check_bools(causal=causal, return_lse=return_lse)
     check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
     B, T, S, H = (dims[axis] for axis in "BTSH")
@@ -99,6 +91,7 @@ def chunked_attention(
     soft_cap = check_positive("soft_cap", soft_cap)
     scale = check_scale(scale)
     check_mask("mask", mask, q.device, B=B, H=H, T=T, S=S)
+    mask = None if mask is None else mask[(None,) * (4 - mask.ndim)]
     check_callable("mask_mod", mask_mod, "(b, h, i, j)")
     segments = check_segment_ids(segment_ids, B, T, S, q.device)
     q_offset = check_any_offset(q_offset, B, S - T, q.device)
@@ -129,12 +122,12 @@ def chunked_attention(
         if segments is not None:
             masks.append((segments.q[:, rows, None] == segments.kv[:, None, keys])[:, None])
         if mask is not None:
-            masks.append(slice_axis(slice_axis(prepend_axes(mask), 2, rows), 3, keys))
+            masks.append(slice_axis(slice_axis(mask, 2, rows), 3, keys))
         if mask_mod is not None:
             allowed = mask_mod(b, h, i[:, :, rows], j[..., keys])
             axes = dict(b=B, h=H, i=rows.stop - rows.start, j=keys.stop - keys.start)
             check_mask("what mask_mod returns", allowed, q.device, **axes)
-            masks.append(prepend_axes(allowed))
+            masks.append(allowed[(None,) * (4 - allowed.ndim)])
         if not masks:
             return None
         visible = reduce(torch.logical_and, masks)
@@ -153,11 +146,6 @@ def chunked_attention(
         )  # fmt: skip
     out = out.to(dtype)
     return (out, lse) if return_lse else out
-
-
-def prepend_axes(t: Tensor) -> Tensor:
-    """Prepend axes of length 1 up to four, as broadcasting does."""
-    return t[(None,) * (4 - t.ndim)]
 
 
 def check_any_offset(

@@ -52,8 +52,8 @@ def check_call(
     if ab is not None:
         check_given(ab=ab)
         check_same(ab=ab)
-        check_broadcasts("ab", ab, B=B, H=H, T=T, S=S)
         check_devices(q=q, ab=ab)
+        check_broadcasts("ab", ab, B=B, H=H, T=T, S=S)
     return Settings(
         check_segment_ids(segment_ids, B, T, S, q.device),
         check_bool("causal", causal),
@@ -140,12 +140,12 @@ def mha_reference_bwd(
     settings = check_call(q, k, v, ab, segment_ids, causal, mask_value, softmax_scale)
     check_given(o=o, l=l, m=m, do=do)
     check_shapes(
-        q=(q, "B H T D"), v=(v, "B H S E"), o=(o, "B H T E"), l=(l, "B H T"), m=(m, "B H T")
-    )
-    check_shapes(o=(o, "B H T E"), do=(do, "B H T E"))
+        q=(q, "B H T D"), v=(v, "B H S E"), o=(o, "B H T E"), do=(do, "B H T E"),
+        l=(l, "B H T"), m=(m, "B H T"),
+    )  # fmt: skip
     check_same(q=q, do=do)
     check_same(l=l, m=m)
-    check_devices(q=q, o=o, l=l, m=m)
+    check_devices(q=q, o=o, l=l)
     if o.dtype not in (q.dtype, torch.promote_types(q.dtype, torch.float32)):
         raise ValueError(f"o must be {q.dtype} as q is, or float32, got {o.dtype}")
     return gradients(q, k, v, ab, settings, o, l, m, do)
@@ -223,6 +223,6 @@ def mha_reference(
     Raises:
         ValueError: shapes, dtypes, devices or settings do not match.
     """
-    settings = check_call(q, k, v, ab, segment_ids, causal, mask_value, softmax_scale)
     refuse_transforms("mha_reference")
+    settings = check_call(q, k, v, ab, segment_ids, causal, mask_value, softmax_scale)
     return Reference.apply(q, k, v, ab, settings)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..checks.scalars import check_int, check_ints, shown
+from ..checks.tensors import check_given, check_same, check_shapes
+from ..compat.autocast import in_autocast_dtype
 
 Int = TypeVar("Int", int, Tensor)
 
@@ -53,6 +55,20 @@ def below_or_on_diag(r: Int, r_blk_size: int, c: Int, c_blk_size: int) -> Any:
         else:
             check_int(name, value, 0)
     return (r + 1) * r_blk_size - 1 >= c * c_blk_size
+
+
+def check_qkv(
+    q: Tensor, k: Tensor, v: Tensor, *shapes: str
+) -> tuple[dict[str, int], Tensor, Tensor, Tensor]:
+    """Check queries, keys and values, and cast them as autocast casts a matmul's inputs."""
+    check_given(q=q, k=k, v=v)
+    q, k, v = in_autocast_dtype(q, k, v)
+    named = dict(q=q, k=k, v=v)
+    dims = check_shapes(
+        **{name: (t, s) for (name, t), s in zip(named.items(), shapes, strict=True)}
+    )
+    check_same(**named)
+    return dims, q, k, v
 
 
 def check_segment_ids(

@@ -14,6 +14,9 @@ CPU = torch.device("cpu")
 
 TWO_IMAGES = torch.tensor([[0, 3], [1, 4], [5, 6]])
 
+INDICES = torch.tensor([[-1, -1], [-1, -1], [-1, -1], [2, -1], [0, -1]]).view(1, 1, 5, 2)
+INDICES_BOTH_WAYS = torch.tensor([[-1, -1], [1, 0], [2, 2], [-1, 1], [0, 2]]).view(1, 1, 5, 2)
+PREFIX = torch.tensor([0, 2, 1])
 DRAWN = {
     "causal": (masks.causal, "x... xx.. xxx. xxxx"),
     "sliding_window": (masks.sliding_window(2), "x.... xx... xxx.. .xxx. ..xxx"),
@@ -147,6 +150,44 @@ DRAWN = {
         masks.flamingo(TWO_IMAGES[:1], image_token_length=2),
         "xx.. xx.. xx.. ....",
     ),
+    "jagged window": (
+        masks.jagged_mask_mod(masks.sliding_window(1), torch.tensor([0, 2, 3, 3, 6])),
+        "x..... xx.... ..x... ...x.. ...xx. ....xx",
+    ),
+    "jagged, everything": (masks.jagged_mask_mod(None, torch.tensor([0, 2, 3])), "xx. xx. ..x"),
+    "keys of their own": (
+        masks.jagged_mask_mod(masks.causal, torch.tensor([0, 3, 5]), torch.tensor([0, 1, 4])),
+        "x... x... x... .x.. .xx.",
+    ),
+    # a prefix of its own for every sequence
+    "number of the sequence": (
+        masks.jagged_mask_mod(lambda b, h, i, j: j < PREFIX[b], torch.tensor([0, 2, 5, 7])),
+        "....... ....... ..xx... ..xx... ..xx... .....x. .....x.",
+    ),
+    "sliding": (
+        masks.create_sliding_mask(5, 2, device="cpu").mask_mod,
+        "x.... xx... xxx.. .xxx. ..xxx",
+    ),
+    "sliding, both sides": (
+        masks.create_sliding_mask(5, 1, causal=False, device="cpu").mask_mod,
+        "xx... xxx.. .xxx. ..xxx ...xx",
+    ),
+    # stride 2, one memory key: window j ends at token 2 j + 1 and is seen from 2 j + 2 on
+    "compress": (
+        masks.create_compress_mask(7, 2, 2, mem_kv_len=1, device="cpu").mask_mod,
+        "x.. x.. xx. xx. xxx xxx xxx",
+    ),
+    # blocks of 2, the last of 1; query 4 chose block 0, query 3 the future, the others nothing
+    "fine": (masks.create_fine_mask(5, 2)(INDICES).mask_mod, "x.... xx... ..x.. ..xx. xx..x"),
+    # blocks where chosen, and nothing else: query 0 chose nothing
+    "fine, both sides": (
+        masks.create_fine_mask(5, 2, causal=False)(INDICES_BOTH_WAYS).mask_mod,
+        "..... xxxx. ....x ..xx. xx..x",
+    ),
+    "fine, no slot": (
+        masks.create_fine_mask(5, 3)(INDICES[..., :0]).mask_mod,
+        "x.... xx... xxx.. ...x. ...xx",
+    ),
 }
 
 
@@ -216,49 +257,3 @@ def test_counts_are_of_pairs(name):
         assert counts.shape == (-(-q_len // tile), -(-kv_len // tile))
         assert counts[0, 0] == exact[:tile, :tile].sum()
         assert counts.sum() == exact.sum()
-
-
-# what is refused
-
-IDS = torch.tensor([0, 0, 1])
-SPANS = torch.tensor([[0, 2]])
-
-BAD = [
-    (lambda: masks.sliding_window(-1), "window must be an integer of at least 0, got -1"),
-    (lambda: masks.dilated_window(-1, 2), "window must"),
-    (lambda: masks.dilated_window(1, 0), "dilation must be an integer of at least 1, got 0"),
-    (lambda: masks.prefix_lm(-1), "prefix_length must"),
-    (lambda: masks.document(), "document_ids or offsets must be given, and not both, got neither"),
-    (lambda: masks.document(IDS, offsets=IDS), "document_ids or offsets .* got both"),
-    (lambda: masks.document(IDS.float()), "document_ids must be an integer tensor, got torch.floa"),
-    (lambda: masks.document(IDS > 0), "document_ids must be an integer tensor, got torch.bool"),
-    (lambda: masks.document(IDS[None, None]), r"document_ids must have 1 or 2 axes, got shape \["),
-    (lambda: masks.document(offsets=torch.tensor([0, 4, 3])), "offsets must not decrease, got 4 b"),
-    (lambda: masks.document(offsets=torch.tensor([1, 4])), "offsets must begin with 0, got 1"),
-    (lambda: masks.document(offsets=torch.tensor([0])), "offsets must hold two numbers at least"),
-    (lambda: masks.document(offsets=torch.zeros(2, 2).long()), "offsets must have 1 axes"),
-    (lambda: masks.sasa(0, 4, 3), "canvas_height must"),
-    (lambda: masks.sasa(4, 4, 4), "kernel_height must be odd, .* got 4"),
-    (lambda: masks.sasa(4, 4, 3, 2), "kernel_width must be odd, .* got 2"),
-    (lambda: masks.natten(4, 0, 3), "canvas_width must"),
-    (lambda: masks.natten(4, 9, 5), "kernel_height must be at most canvas_height=4, got 5"),
-    (lambda: masks.natten(9, 4, 5), "kernel_width must be at most canvas_width=4, got 5"),
-    (lambda: masks.flamingo(SPANS), "image_ids or image_token_length .* got neither"),
-    (lambda: masks.flamingo(SPANS, IDS, image_token_length=2), "image_ids or .* got both"),
-    (lambda: masks.flamingo(SPANS, IDS), r"image_ids must be of 0 .. 0, .* got 0 .. 1"),
-    (lambda: masks.flamingo(SPANS, image_token_length=0), "image_token_length must"),
-    (lambda: masks.flamingo(SPANS[0], IDS), "intervals must have 2 axes"),
-    (lambda: masks.flamingo(SPANS.repeat(1, 2), IDS), r"intervals must have shape \[images, 2\]"),
-    (lambda: masks.flamingo(SPANS.flip(1), IDS), "intervals must be pairs of 0 <= start <= end, g"),
-    (lambda: masks.block_mask_of(masks.causal, 0, 4), "q_len must"),
-    (lambda: catalog.make("nothing", 4, CPU), "name must be one of 'causal', .* got 'nothing'"),
-    (lambda: catalog.make("document", 4, CPU, documents=5), "documents must be at most length=4"),
-    (lambda: catalog.make("sasa", 10, CPU, canvas_width=3), "canvas_width must divide length=10"),
-    (lambda: catalog.make("compress", 10, CPU, stride=11), "stride must be at most length=10"),
-]
-
-
-@pytest.mark.parametrize(("call", "told"), BAD)
-def test_bad_arguments_are_named(call, told):
-    with pytest.raises(ValueError, match=f"^{told}"):
-        call()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from native_sparse_attention import masks
-from tests.helpers.pictures import dense, drawn
 
 LENGTHS = (5, 0, 1, 13, 131, 2)
 
@@ -38,32 +37,6 @@ def alone(values, lengths, mask_mod, score_mod=None, scale=None):
 
 
 # mods
-
-
-PREFIX = torch.tensor([0, 2, 1])
-DRAWN = {
-    "window": (
-        masks.jagged_mask_mod(masks.sliding_window(1), torch.tensor([0, 2, 3, 3, 6])),
-        "x..... xx.... ..x... ...x.. ...xx. ....xx",
-    ),
-    "everything": (masks.jagged_mask_mod(None, torch.tensor([0, 2, 3])), "xx. xx. ..x"),
-    "keys of their own": (
-        masks.jagged_mask_mod(masks.causal, torch.tensor([0, 3, 5]), torch.tensor([0, 1, 4])),
-        "x... x... x... .x.. .xx.",
-    ),
-    # a prefix of its own for every sequence
-    "number of the sequence": (
-        masks.jagged_mask_mod(lambda b, h, i, j: j < PREFIX[b], torch.tensor([0, 2, 5, 7])),
-        "....... ....... ..xx... ..xx... ..xx... .....x. .....x.",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_drawn(name):
-    mod, picture = DRAWN[name]
-    expected = drawn(picture)
-    assert torch.equal(dense(mod, *expected.shape), expected)
 
 
 def test_score_mods_get_the_sequence_and_positions():
@@ -100,33 +73,6 @@ def test_each_sequence_as_alone(mask_mod, score):
         assert torch.equal(again.values(), out.values())
 
 
-# on the CPU torch's has no causal mask
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize(
-    ("device", "causal"), [("cpu", False), pytest.param("cuda", True, marks=pytest.mark.gpu)]
-)
-def test_like_nested_sdpa(device, causal):
-    """What torch itself makes of nested tensors, gradients through the nested tensors too."""
-    offsets = offsets_of((5, 3, 7), device)
-    tensors = []
-    for _ in range(3):
-        values = torch.randn(15, 2, 32, device=device)
-        tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
-        tensors.append(tensor.requires_grad_())
-    out = masks.jagged_attention(*tensors, masks.causal if causal else None)
-    rows = (t.transpose(1, 2) for t in tensors)
-    expected = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=causal)
-    expected = expected.transpose(1, 2).contiguous()
-    close = {"rtol": 0, "atol": 2e-3} if device == "cuda" else {}
-    torch.testing.assert_close(out.values(), expected.values(), **close)
-    grads = torch.autograd.grad((out * out).sum(), tensors)
-    right = torch.autograd.grad((expected * expected).sum(), tensors)
-    for grad, expected_grad in zip(grads, right):
-        torch.testing.assert_close(grad.values(), expected_grad.values(), **close)
-    # of the same offsets: they add up
-    assert torch.equal((out + tensors[0]).values(), out.values() + tensors[0].values())
-
-
 def test_keys_of_their_own():
     q_lengths, kv_lengths = (3, 1, 0, 6), (2, 0, 4, 9)
     q, q_values = nested(q_lengths, 2, 8)
@@ -140,15 +86,6 @@ def test_keys_of_their_own():
     assert not out.values()[3].any() and out.values()[:3].all()
     for grad in torch.autograd.grad(out.values().sum(), values):
         assert grad.isfinite().all()
-
-
-def test_low_precision():
-    (q, _), (k, _), (v, _) = (nested((3, 9), 2, 16, torch.bfloat16) for _ in range(3))
-    out = masks.jagged_attention(q, k, v, masks.causal)
-    exact = masks.jagged_attention(q.double(), k.double(), v.double(), masks.causal)
-    assert out.dtype == torch.bfloat16
-    eps = torch.finfo(torch.bfloat16).eps
-    torch.testing.assert_close(out.values().double(), exact.values(), rtol=0, atol=4 * eps)
 
 
 # on a GPU
@@ -181,44 +118,6 @@ def test_gpu_says_what_flex_cannot():
     parts = [nested((4, 3), 1, 8, torch.float64, "cuda")[0] for _ in range(3)]
     with pytest.raises(NotImplementedError, match="no float64 and need head widths of at least 16"):
         masks.jagged_attention(*parts)
-
-
-# what is refused
-
-A, B = nested((2, 3), 2, 8)[0], nested((3, 2), 2, 8)[0]
-THREE = nested((2, 2, 1), 2, 8)[0]
-OFFSETS = torch.tensor([0, 2, 5])
-FULL = masks.jagged_block_mask(None, OFFSETS)
-
-
-def attend(q=A, k=A, v=A, *args, **kwargs):
-    return masks.jagged_attention(q, k, v, *args, **kwargs)
-
-
-BAD = [
-    (lambda: masks.jagged_mask_mod(None, OFFSETS.float()), "offsets must be an integer tensor"),
-    (lambda: masks.jagged_mask_mod(None, OFFSETS, OFFSETS[:2]), "kv_offsets must be of 2 sequenc"),
-    (lambda: masks.jagged_score_mod(masks.relative_position, OFFSETS[:1]), "offsets must hold two"),
-    (lambda: masks.jagged_block_mask(None, torch.tensor([0, 0])), "q_len must"),
-    (lambda: attend(q=A.values()), "q must be a nested tensor of layout torch.jagged, got a ten"),
-    (lambda: attend(k=None), "k must be a nested tensor of layout torch.jagged, got NoneType"),
-    (lambda: attend(v=A.transpose(1, 2)), r"v must have shape \[B, j, heads, width\]"),
-    (lambda: attend(v=B), "k and v must have the same offsets"),
-    (lambda: attend(q=THREE), "q has B=3 but k has B=2"),
-    (lambda: attend(k=nested((2, 3), 2, 4)[0]), "k has D=4 but q has D=8"),
-    (lambda: attend(q=nested((2, 3), 3, 8)[0]), "heads must be a multiple of kv_heads"),
-    (lambda: attend(A, A, A, masks.causal, block_mask=FULL), "mask_mod or block_mask must be giv"),
-    (
-        lambda: attend(block_mask=masks.jagged_block_mask(None, torch.tensor([0, 4]))),
-        "block_mask must be of 5 queries and 5 keys, got 4 and 4",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "told"), BAD)
-def test_bad_arguments_are_named(call, told):
-    with pytest.raises(ValueError, match=f"^{told}"):
-        call()
 
 
 def test_holes_are_refused():

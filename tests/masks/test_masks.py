@@ -24,42 +24,6 @@ def dense(block_mask: BlockMask) -> torch.Tensor:
     return create_mask(block_mask.mask_mod, b, h, q_len, kv_len, device="cpu")
 
 
-# by hand
-
-
-INDICES = torch.tensor([[-1, -1], [-1, -1], [-1, -1], [2, -1], [0, -1]]).view(1, 1, 5, 2)
-INDICES_BOTH_WAYS = torch.tensor([[-1, -1], [1, 0], [2, 2], [-1, 1], [0, 2]]).view(1, 1, 5, 2)
-DRAWN = {
-    "sliding": (lambda: create_sliding_mask(5, 2, device="cpu"), "x.... xx... xxx.. .xxx. ..xxx"),
-    "sliding, both sides": (
-        lambda: create_sliding_mask(5, 1, causal=False, device="cpu"),
-        "xx... xxx.. .xxx. ..xxx ...xx",
-    ),
-    # stride 2, one memory key: window j ends at token 2 j + 1 and is seen from 2 j + 2 on
-    "compress": (
-        lambda: create_compress_mask(7, 2, 2, mem_kv_len=1, device="cpu"),
-        "x.. x.. xx. xx. xxx xxx xxx",
-    ),
-    # blocks of 2, the last of 1; query 4 chose block 0, query 3 the future, the others nothing
-    "fine": (lambda: create_fine_mask(5, 2)(INDICES), "x.... xx... ..x.. ..xx. xx..x"),
-    # blocks where chosen, and nothing else: query 0 chose nothing
-    "fine, both sides": (
-        lambda: create_fine_mask(5, 2, causal=False)(INDICES_BOTH_WAYS),
-        "..... xxxx. ....x ..xx. xx..x",
-    ),
-    "fine, no slot": (
-        lambda: create_fine_mask(5, 3)(INDICES[..., :0]),
-        "x.... xx... xxx.. ...x. ...xx",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_drawn(name):
-    make, picture = DRAWN[name]
-    assert torch.equal(dense(make())[0, 0], drawn(picture))
-
-
 def test_published_masks_agree(published, monkeypatch):
     """Where lengths divide, the published package draws the same masks (here without compiling)."""
     module = published("0.2.3").native_sparse_attention
@@ -202,20 +166,3 @@ def test_large_masks_are_cheap():
     mask = create_sliding_mask(131072, 512, device="cpu")
     assert mask.kv_indices.shape == (1, 1, 1024, 1024)
     assert mask.sparsity() > 99
-
-
-BAD = [
-    (lambda: create_sliding_mask(0, 4), "seq_len"),
-    (lambda: create_sliding_mask(4, -1), "window_size"),
-    (lambda: create_compress_mask(4, 1, 0), "compress_block_sliding_stride"),
-    (lambda: create_compress_mask(4, 1, 1, mem_kv_len=-1), "mem_kv_len"),
-    (lambda: create_compress_mask(4, -1, 1), "kv_seq_len"),
-    (lambda: create_fine_mask(4, 0), "fine_block_size"),
-    (lambda: create_fine_mask(4, 2)(torch.zeros(1, 1, 5, 1).long()), "selected_block_indices"),
-]
-
-
-@pytest.mark.parametrize(("call", "argument"), BAD)
-def test_bad_arguments_are_named(call, argument):
-    with pytest.raises(ValueError, match=f"^{argument} "):
-        call()

@@ -116,34 +116,6 @@ def test_capped_attention_made_and_compiled_in_one_graph():
     torch.testing.assert_close(out, expected)
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "has_instruction"),
-    [
-        ("cuda", torch.float32, True),
-        ("cuda", torch.bfloat16, True),
-        ("cuda", torch.float64, False),
-        ("cpu", torch.float32, False),
-    ],
-)
-def test_how_inductor_takes_it(device, dtype, has_instruction):
-    """One pointwise step of its own dtype, in float32 inside. Nothing is compiled."""
-    from torch._inductor import ir
-    from torch._inductor.graph import GraphLowering
-    from torch._inductor.lowering import lowerings
-    from torch._inductor.virtualized import V
-
-    tanh.register_lowering()
-    layout = ir.FixedLayout(torch.device(device), dtype, [4], [1])
-    lower = lowerings[torch.ops.native_sparse_attention.tanh_approx.default]
-    with V.set_graph_handler(GraphLowering(torch.fx.symbolic_trace(lambda x: x))):
-        box = lower(ir.TensorBox.create(ir.InputBuffer(name="x", layout=layout)))
-        told = box.data.data.inner_fn_str()
-    assert box.get_dtype() == dtype
-    assert ("ops.tanh(" in told) != has_instruction
-    called = "ops.inline_asm_elementwise(" in told and tanh.ASM in told and "torch.float32" in told
-    assert called == has_instruction
-
-
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -184,27 +156,3 @@ def test_gpu_compiles_tanh_to_its_instruction(dtype):
     torch.testing.assert_close(y, torch.tanh(x), **close)
     (slope,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(slope, 1 - y.detach() ** 2, rtol=0, atol=4 * torch.finfo(dtype).eps)
-
-
-BAD = [
-    (lambda: masks.alibi_slopes(0), "num_heads must be an integer of at least 1, got 0"),
-    (lambda: masks.alibi(-1), "num_heads must"),
-    (lambda: masks.alibi(4, torch.ones(3)), r"slopes must be floating, of shape \[4\], got a"),
-    (lambda: masks.alibi(2, torch.ones(2).long()), "slopes must be floating"),
-    (lambda: masks.soft_cap(0), "cap must be a positive finite number of at least 1.2e-38, got 0"),
-    (lambda: masks.soft_cap(math.inf), "cap must"),
-    (lambda: masks.soft_cap(math.nan), "cap must"),
-    (lambda: masks.soft_cap("2"), "cap must .* got '2'"),
-    (lambda: masks.soft_cap(True), "cap must"),
-    (lambda: masks.soft_cap(2.0, "yes"), "approximate must be True or False, got 'yes'"),
-    (lambda: masks.relative_bias(torch.ones(4)), r"table must have shape \[heads, 2 m \+ 1\] or"),
-    (lambda: masks.relative_bias(torch.ones(1, 1, 3)), "table must have shape"),
-    (lambda: masks.relative_bias(torch.ones(3).long()), "table must be a floating tensor, got a"),
-    (lambda: masks.relative_bias([1.0]), r"table must be a floating tensor, got \[1.0\]"),
-]
-
-
-@pytest.mark.parametrize(("call", "told"), BAD)
-def test_bad_arguments_are_named(call, told):
-    with pytest.raises(ValueError, match=f"^{told}"):
-        call()
