@@ -1,11 +1,17 @@
 """Masks and score modifications for torch's flex_attention.
 
 `nsa` has the masks of native sparse attention's branches; `gallery` and `scores` have mods of other
-papers. `jagged` adapts mods to packed sequences. `tiles` turns a mask mod into a block mask.
+papers. `attention` runs them, also over packed sequences. `tiles` makes block masks of mask mods.
 `python -m native_sparse_attention.masks NAME` draws a mask.
 """
 
-from .dense import dense_attention
+from .attention import (
+    dense_attention,
+    jagged_attention,
+    jagged_block_mask,
+    jagged_mask_mod,
+    jagged_score_mod,
+)
 from .gallery import (
     causal,
     dilated_window,
@@ -16,7 +22,6 @@ from .gallery import (
     sasa,
     sliding_window,
 )
-from .jagged import jagged_attention, jagged_block_mask, jagged_mask_mod, jagged_score_mod
 from .nsa import (
     compress_mask_mod,
     create_compress_mask,
@@ -33,8 +38,8 @@ from .scores import (
     relative_bias,
     relative_position,
     soft_cap,
+    tanh_approx,
 )
-from .tanh import tanh_approx
 from .tiles import MaskMod, and_masks, block_mask_of, or_masks
 
 __all__ = [

@@ -20,6 +20,7 @@ from torch import Tensor
 from . import catalog
 from .tiles import TILE, MaskMod, tile_counts
 
+CPU = torch.device("cpu")
 # most cells along the longer side of a picture in characters, and in pixels
 CELLS, PIXELS = 48, 512
 
@@ -46,16 +47,15 @@ class Drawing(NamedTuple):
 def draw_pairs(mask_mod: MaskMod, q_len: int, kv_len: int, most: int = CELLS) -> Drawing:
     """Draw one cell per pair, or larger cells to keep each side within `most` cells."""
     size = math.ceil(max(q_len, kv_len) / most)
-    rows, columns = (
-        (n - torch.arange(0, n, size)).clamp(max=size) for n in (q_len, kv_len)
-    )  # tokens of each cell
-    allowed = tile_counts(mask_mod, q_len, kv_len, torch.device("cpu"), size)
+    # tokens of each cell
+    rows, columns = ((n - torch.arange(0, n, size)).clamp(max=size) for n in (q_len, kv_len))
+    allowed = tile_counts(mask_mod, q_len, kv_len, CPU, size)
     return Drawing(size, allowed, rows[:, None] * columns)
 
 
 def draw_tiles(mask_mod: MaskMod, q_len: int, kv_len: int, size: int) -> Drawing:
     """Draw the tiles of a block mask, where a tile past the end is never full."""
-    allowed = tile_counts(mask_mod, q_len, kv_len, torch.device("cpu"), size)
+    allowed = tile_counts(mask_mod, q_len, kv_len, CPU, size)
     return Drawing(size, allowed, torch.full_like(allowed, size * size))
 
 
@@ -139,13 +139,10 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"block_size must be at least 1, got {args.block_size}")
         if args.out is not None and (args.out.suffix != ".png" or not args.out.parent.is_dir()):
             raise ValueError(f"--out must be a .png file in a folder there is, got {args.out}")
-        mask_mod, q_len, kv_len = catalog.make(
-            args.name, args.length, torch.device("cpu"), **options
-        )
+        mask_mod, q_len, kv_len = catalog.make(args.name, args.length, CPU, **options)
+        pairs = draw_pairs(mask_mod, q_len, kv_len)
         tiles = draw_tiles(mask_mod, q_len, kv_len, args.block_size)
-        sys.stdout.write(
-            describe(args.name, q_len, kv_len, draw_pairs(mask_mod, q_len, kv_len), tiles)
-        )
+        sys.stdout.write(describe(args.name, q_len, kv_len, pairs, tiles))
         if args.out is not None:
             dots = draw_pairs(mask_mod, q_len, kv_len, PIXELS)
             save(args.out, args.name, q_len, kv_len, dots, tiles)

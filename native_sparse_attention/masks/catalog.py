@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import blocks
 from ..checks.scalars import check_choice, check_int, check_ints
-from . import gallery, jagged, nsa
+from . import attention, gallery, nsa
 from .tiles import MaskMod
 
 
@@ -137,7 +137,7 @@ CATALOG = {
     ),
     "jagged": Entry(
         "a window within packed sequences",
-        lambda n, device, window, **o: jagged.jagged_mask_mod(
+        lambda n, device, window, **o: attention.jagged_mask_mod(
             gallery.sliding_window(window), growing_offsets(n, device, **o)
         ),
         DOCUMENTS | WINDOW,

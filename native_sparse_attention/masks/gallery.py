@@ -164,10 +164,11 @@ def pixel_window(
         if inside and kernel > canvas:
             raise ValueError(f"kernel_{axis} must be at most canvas_{axis}={canvas}, got {kernel}")
     rows, columns = (kernel // 2 for kernel in kernels)
-    margin_y, margin_x = (rows, columns) if inside else (0, 0)
+    # the rows and columns that the centre of a window stays within
+    inner = [(n // 2 if inside else 0) for n in kernels]
     size, reach_y, reach_x = map(constant, (width, rows, columns))
-    top, left = constant(margin_y), constant(margin_x)
-    bottom, right = constant(height - 1 - margin_y), constant(width - 1 - margin_x)
+    top, left = map(constant, inner)
+    bottom, right = constant(height - 1 - inner[0]), constant(width - 1 - inner[1])
 
     def pixel_window_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         y = (q_idx // int(size)).clamp(int(top), int(bottom))

@@ -41,26 +41,15 @@ def constant(number: float) -> str:
     return repr(number)
 
 
-# functions of PyTorch, without loading flex_attention at import
-
-
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """`torch.nn.attention.flex_attention.and_masks`: a pair is allowed if every mask mod allows it.
-
-    Raises:
-        RuntimeError: a mask mod that is not callable.
-    """
-    from torch.nn.attention import flex_attention as flex
+    """torch's `flex_attention.and_masks`: a pair is allowed if every mask mod allows it."""
+    from torch.nn.attention import flex_attention as flex  # loads sympy, so not at import
 
     return flex.and_masks(*mask_mods)
 
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """`torch.nn.attention.flex_attention.or_masks`: a pair is allowed if any mask mod allows it.
-
-    Raises:
-        RuntimeError: a mask mod that is not callable.
-    """
+    """torch's `flex_attention.or_masks`: a pair is allowed if any mask mod allows it."""
     from torch.nn.attention import flex_attention as flex
 
     return flex.or_masks(*mask_mods)

@@ -20,7 +20,7 @@ from native_sparse_attention import (
     selected_attention,
     sliding_window_attention,
 )
-from native_sparse_attention.masks.tanh import tanh_approx
+from native_sparse_attention.masks import tanh_approx
 from native_sparse_attention.ops import chunked
 from tests.helpers.budget import DEVICE
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from native_sparse_attention import masks
-from native_sparse_attention.masks import tanh
+from native_sparse_attention.masks import scores
 from tests.helpers.budget import CUDA
 from tests.masks.test_mask_attention import draw
 
@@ -123,7 +123,7 @@ def test_gpu_compiles_tanh_to_its_instruction(dtype):
     """In the code of flex_attention, forward and backward, and of a function of its own."""
     from torch._inductor.utils import run_and_get_code
 
-    instruction = tanh.ASM.split()[0]
+    instruction = scores.ASM.split()[0]
     q, k, v = draw(128, 128, 64, dtype=dtype, device="cuda")
 
     def run(approximate):

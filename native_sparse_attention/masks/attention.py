@@ -1,5 +1,6 @@
-"""Sequences of different lengths, packed one after another into a single row. Mods for one sequence
-become mods for the packed row; attention takes torch's nested tensors.
+"""Attention under mods: dense, by flex_attention's definition; and over sequences of different
+lengths, packed one after another into a single row. Mods for one sequence become mods for the
+packed row; attention takes torch's nested tensors.
 
     offsets     begin of each sequence and end of the last one, [sequences + 1]
 """
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..checks.scalars import check_callable, check_scale
-from ..checks.tensors import check_groups, check_same, check_shapes
-from .dense import dense_attention
+from ..checks.tensors import check_given, check_groups, check_same, check_shapes
+from ..ops.reference import masked_softmax, times, upcast
 from .gallery import check_cu_seqlens, sequence_ids
 from .scores import ScoreMod
 from .tiles import MaskMod, block_mask_of
@@ -28,26 +29,67 @@ MIN_WIDTH = 16
 RECOMPILE_LIMIT = 64
 
 
-def packed_indices(
-    offsets: Tensor, kv_offsets: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sequence of each packed token and its position in it, of queries and of keys."""
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask_mod: MaskMod | None = None,
+    score_mod: ScoreMod | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`softmax(score_mod(scale * q k^T) over the keys that mask_mod allows) v`.
 
-    def indices(name: str, starts: Tensor) -> tuple[Tensor, Tensor]:
+    q [B H T D], k [B K S D], v [B K S E] to [B H T E]. Query head h reads KV head `h // (H / K)`.
+    Scores are float32 or wider. A query that sees no key gives 0 and zero gradients. The function
+    calls the score mod once, with indices that broadcast against the scores [B H T S].
+
+    Raises:
+        ValueError: shapes, dtypes, devices or settings do not match.
+    """
+    check_given(q=q, k=k, v=v)
+    dims = check_shapes(q=(q, "B H T D"), k=(k, "B K S D"), v=(v, "B K S E"))
+    check_same(q=q, k=k, v=v)
+    groups = check_groups(dims["H"], dims["K"])
+    check_callable("mask_mod", mask_mod, "(b, h, i, j)")
+    check_callable("score_mod", score_mod, "(score, b, h, i, j)")
+    scale = check_scale(scale)
+
+    B, H, T, S = (dims[axis] for axis in "BHTS")
+    dtype = v.dtype
+    q, k, v = upcast(q, k, v)
+    scores = times(q.unflatten(1, (-1, groups)), k.mT).flatten(1, 2)
+    scores = scores * (dims["D"] ** -0.5 if scale is None else scale)
+    if score_mod is not None:
+        b, h, i, j = (torch.arange(n, device=q.device) for n in (B, H, T, S))
+        scores = score_mod(scores, b[:, None, None, None], h[:, None, None], i[:, None], j)
+    allowed = ~scores.isneginf()
+    if mask_mod is not None:
+        from torch.nn.attention.flex_attention import create_mask
+
+        allowed = allowed & create_mask(mask_mod, B, H, T, S, device=str(q.device))
+    probs, _ = masked_softmax(scores, allowed)
+    out = times(probs.unflatten(1, (-1, groups)), v)
+    return out.flatten(1, 2).to(dtype)
+
+
+def locate(
+    offsets: Tensor, kv_offsets: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The sequence of each packed token and its position in it, of queries and of keys."""
+    kv_offsets = offsets if kv_offsets is None else kv_offsets
+    located = []
+    for name, starts in (("offsets", offsets), ("kv_offsets", kv_offsets)):
         check_cu_seqlens(name, starts)
         sequence = sequence_ids(starts)
-        return sequence, torch.arange(len(sequence), device=starts.device) - starts[sequence]
-
-    of_queries = indices("offsets", offsets)
-    if kv_offsets is None or kv_offsets is offsets:
-        return of_queries * 2
-    of_keys = indices("kv_offsets", kv_offsets)
+        position = torch.arange(len(sequence), device=starts.device) - starts[sequence]
+        located.append((sequence, position))
     if len(kv_offsets) != len(offsets):
         raise ValueError(
             f"kv_offsets must be of {len(offsets) - 1} sequences as offsets are, "
             f"got {len(kv_offsets) - 1}"
         )
-    return of_queries + of_keys
+    return located[0], located[1]
 
 
 def jagged_mask_mod(
@@ -62,7 +104,7 @@ def jagged_mask_mod(
         ValueError: offsets are malformed, or differ in their number of sequences.
     """
     check_callable("mask_mod", mask_mod, "(b, h, i, j)")
-    q_sequence, q_position, kv_sequence, kv_position = packed_indices(offsets, kv_offsets)
+    (q_sequence, q_position), (kv_sequence, kv_position) = locate(offsets, kv_offsets)
 
     def jagged_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         same = q_sequence[q_idx] == kv_sequence[kv_idx]
@@ -82,7 +124,7 @@ def jagged_score_mod(
         ValueError: offsets are malformed, or differ in their number of sequences.
     """
     check_callable("score_mod", score_mod, "(score, b, h, i, j)", required=True)
-    q_sequence, q_position, _, kv_position = packed_indices(offsets, kv_offsets)
+    (q_sequence, q_position), (_, kv_position) = locate(offsets, kv_offsets)
 
     def jagged_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score_mod(score, q_sequence[q_idx], h, q_position[q_idx], kv_position[kv_idx])
