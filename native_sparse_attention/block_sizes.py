@@ -111,15 +111,16 @@ class BlockSizes:
             raise NotImplementedError(
                 "the kernels choose their tiles for a GPU, and triton is not installed"
             ) from error
-        how = (dim_head, groups, dtype)
+        problem = (dim_head, groups, dtype)
         sizes: list[int] = []
         for kernel in ("forward", "dq", "dkv"):
             for wide in (True, False):
-                tile = launch.flash_tile(kernel, wide, *how)
+                tile = launch.flash_tile(kernel, wide, *problem)
                 sizes += (tile.block_m, tile.block_n)
-            by_block = launch.key_major_tile("forward" if kernel == "forward" else "backward", *how)
-            by_query = by_block if kernel == "dkv" else launch.query_major_tile(kernel, *how)
-            sizes += (by_block.block_m, by_query.block_n)
+            direction = "forward" if kernel == "forward" else "backward"
+            by_key = launch.key_major_tile(direction, *problem)
+            by_query = by_key if kernel == "dkv" else launch.query_major_tile(kernel, *problem)
+            sizes += (by_key.block_m, by_query.block_n)
         return cls(*sizes)
 
 

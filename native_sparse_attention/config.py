@@ -366,7 +366,7 @@ class NSAConfig(AttentionConfig):
 
 
 # settings that decide which weights a layer has
-OF_WEIGHTS = (
+WEIGHT_SETTINGS = (
     "dim", "dim_head", "heads", "kv_heads", "branches", "branch_kv", "attention_sinks",
     "num_compressed_mem_kv", "compress_mlp_expand_factor", "is_indexed", "index_dim",
     "index_heads", "qkv_bias", "out_bias", "qk_norm", "qk_norm_eps",
@@ -384,7 +384,7 @@ def changed(layer: Any, name: str, value: Any) -> NSAConfig:
         ValueError: a value out of range, or one that the layer has no weights for.
     """
     config = replace(layer.config, **{name: value})
-    fixed = [*OF_WEIGHTS]
+    fixed = [*WEIGHT_SETTINGS]
     if layer.k_intrablock_positions is not None:  # one for each token of a window
         fixed.append("compress_block_size")
     if layer.to_index is not None:  # index queries and keys are as wide as they rotate

@@ -66,10 +66,10 @@ def cast(rotary: Any, apply: Callable[[], Any]) -> None:
         return
     if is_wide(rotary.freqs):
         rotary.exact = bits(rotary.freqs)
-    kept = rotary.exact
+    exact = rotary.exact
     apply()
     if rotary.exact.dtype != torch.int32:
-        rotary.exact = kept.to(rotary.exact.device)
+        rotary.exact = exact.to(rotary.exact.device)
     if not is_wide(rotary.freqs):
         set_frequencies(rotary, rotary.exact.view(torch.float32).clone())
 
@@ -104,18 +104,18 @@ def keep_loaded(rotary: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -
     """Before a state dict loads, convert its frequencies to fp32. If they are the embedding's own
     in less precision, use its own."""
     name = f"{prefix}freqs"
-    given = state_dict.get(name)
-    if not isinstance(given, Tensor) or is_sharded(given) or given.is_meta:
+    loaded = state_dict.get(name)
+    if not isinstance(loaded, Tensor) or is_sharded(loaded) or loaded.is_meta:
         return
-    if given.shape != rotary.freqs.shape or not given.is_floating_point():
+    if loaded.shape != rotary.freqs.shape or not loaded.is_floating_point():
         return
-    value = given.detach()
-    for own in known(rotary):
-        if is_rounded(value, own := own.to(value.device)):
-            value = own
+    value = loaded.detach()
+    for freqs in known_frequencies(rotary):
+        if is_rounded(value, freqs := freqs.to(value.device)):
+            value = freqs
             break
     value = value if is_wide(value) else value.float()
-    if value is not given:
+    if value is not loaded:
         state_dict[name] = value.clone()
     device = value.device if rotary.freqs.is_meta else rotary.exact.device
     rotary.exact = bits(value).to(device)
@@ -124,26 +124,25 @@ def keep_loaded(rotary: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -
             setattr(rotary, other, torch.zeros_like(buffer, device=device))
 
 
-def known(rotary: Any) -> list[Tensor]:
+def known_frequencies(rotary: Any) -> list[Tensor]:
     """The current and the initial frequencies of the embedding."""
-    freqs = rotary.freqs
-    own = []
-    if not (freqs.is_meta or is_sharded(freqs)):
-        own.append(exact_frequencies(rotary).detach())
+    known = []
+    if not (rotary.freqs.is_meta or is_sharded(rotary.freqs)):
+        known.append(exact_frequencies(rotary).detach())
     if rotary.start is not None:
-        own.append(torch.tensor(rotary.start, dtype=torch.float32))
-    return own
+        known.append(torch.tensor(rotary.start, dtype=torch.float32))
+    return known
 
 
-def is_rounded(given: Tensor, own: Tensor) -> bool:
-    """Whether frequencies are `own` in less precision. In a narrow dtype they must be within its
-    rounding; in a wide dtype they must equal `own` rounded to a narrow dtype."""
-    if is_wide(given):
+def is_rounded(loaded: Tensor, exact: Tensor) -> bool:
+    """Whether frequencies are `exact` in less precision. In a narrow dtype they must be within its
+    rounding; in a wide dtype they must equal `exact` rounded to a narrow dtype."""
+    if is_wide(loaded):
         narrow = (torch.bfloat16, torch.float16)
-        return any(torch.equal(given, own.to(dtype).to(given.dtype)) for dtype in narrow)
-    precision = torch.finfo(given.dtype)
-    allowed = precision.eps * (own.abs() + precision.tiny)
-    return bool(((given.float() - own).abs() <= allowed).all())
+        return any(torch.equal(loaded, exact.to(dtype).to(loaded.dtype)) for dtype in narrow)
+    precision = torch.finfo(loaded.dtype)
+    allowed = precision.eps * (exact.abs() + precision.tiny)
+    return bool(((loaded.float() - exact).abs() <= allowed).all())
 
 
 class RotaryLayer(Started):

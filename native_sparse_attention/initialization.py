@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 
-def assign(tensor: Tensor, values: Tensor, where: Tensor | None = None) -> None:
+def assign(tensor: Tensor, values: Tensor, mask: Tensor | None = None) -> None:
     """Write values to a parameter or buffer in place, also to a DTensor sharded by FSDP2; those
     alone where a mask of its shape is true."""
     mesh = getattr(tensor, "device_mesh", None)
 
-    def like(whole: Tensor) -> Tensor:
+    def shard(whole: Tensor) -> Tensor:
         if mesh is None:
             return whole
         from torch.distributed.tensor import DTensor, Replicate
@@ -30,9 +30,9 @@ def assign(tensor: Tensor, values: Tensor, where: Tensor | None = None) -> None:
         return replicated.redistribute(placements=tensor.placements)  # type: ignore[attr-defined]
 
     with torch.no_grad():
-        values = like(values.to(tensor.device, tensor.dtype))
-        if where is not None:
-            values = torch.where(like(where.to(tensor.device)), values, tensor)
+        values = shard(values.to(tensor.device, tensor.dtype))
+        if mask is not None:
+            values = torch.where(shard(mask.to(tensor.device)), values, tensor)
         tensor.copy_(values)
 
 
@@ -57,9 +57,8 @@ def reset(module: Module) -> None:
 def reset_twin(module: Module, twin: Module) -> None:
     """Reset a module, and its deep copy `twin` to the same values."""
     reset(module)
-    pairs = [(getattr(twin, kind)(), getattr(module, kind)()) for kind in ("parameters", "buffers")]
-    same = [(a, b) for to, of in pairs for a, b in zip(to, of, strict=False)]
-    if any(a.shape != b.shape or a.device != b.device for a, b in same):
+    tensors = ([*m.parameters(), *m.buffers()] for m in (twin, module))
+    if any(a.shape != b.shape or a.device != b.device for a, b in zip(*tensors, strict=False)):
         reset(twin)  # module or twin is sharded, or has no data yet
         return
     started = {
@@ -68,8 +67,9 @@ def reset_twin(module: Module, twin: Module) -> None:
     twins = dict(twin.named_modules())
     with torch.no_grad():
         for name in started:
-            for to, of in zip(direct(twins[name]), direct(module.get_submodule(name)), strict=True):
-                to.copy_(of)
+            pairs = zip(direct(twins[name]), direct(module.get_submodule(name)), strict=True)
+            for target, source in pairs:
+                target.copy_(source)
 
 
 def direct(module: Module) -> list[Tensor]:

@@ -30,11 +30,8 @@ def sparse_layers(model: nn.Module) -> list[SparseAttention]:
         ValueError: there are none.
     """
     check_model(model)
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, SparseAttention) and module.config.branches == ("selected",)
-    ]
+    layers = [m for m in model.modules() if isinstance(m, SparseAttention)]
+    layers = [layer for layer in layers if layer.config.branches == ("selected",)]
     if not layers:
         raise ValueError(
             "model must have a SparseAttention layer with branches=('selected',), got none in a "
@@ -53,11 +50,9 @@ def set_dense(model: nn.Module, dense: bool) -> None:
     Raises:
         ValueError: a model without such layers.
     """
-    layers = sparse_layers(model)
     (dense,) = check_bools(dense=dense)
-    for layer in layers:
-        if layer.dense != dense:
-            layer.dense = dense
+    for layer in sparse_layers(model):
+        layer.dense = dense
 
 
 @contextmanager
@@ -79,13 +74,12 @@ def ranking_alone(model: nn.Module) -> Iterator[list[nn.Parameter]]:
             "model must have SparseAttention layers that rank by importance='index', got none in a "
             f"{type(model).__name__}"
         )
-    before = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    were_trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
-        for parameter in before:
-            parameter.requires_grad_(False)
+        model.requires_grad_(False)
         for parameter in learned:
             parameter.requires_grad_(True)
         yield learned
     finally:
-        for parameter, trained in before.items():
-            parameter.requires_grad_(trained)
+        for parameter, was_trained in were_trained.items():
+            parameter.requires_grad_(was_trained)

@@ -124,10 +124,10 @@ def make_rotary(
         ValueError: more than one of the three, or an embedding that does not match this head
             dimension at any length.
     """
-    given = dict(rotary_emb=rotary_emb, rope_theta=rope_theta, inv_freq=inv_freq)
-    names = [name for name, value in given.items() if value is not None]
+    choices = dict(rotary_emb=rotary_emb, rope_theta=rope_theta, inv_freq=inv_freq)
+    names = [name for name, value in choices.items() if value is not None]
     if len(names) > 1:
-        raise ValueError(f"give at most one of {', '.join(given)}, got {' and '.join(names)}")
+        raise ValueError(f"give at most one of {', '.join(choices)}, got {' and '.join(names)}")
     if rotary_emb is False:
         return None
     if rotary_emb is None:

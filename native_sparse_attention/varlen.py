@@ -57,16 +57,12 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
     return picked.reshape(b, m, *x.shape[2:]).masked_fill(hidden, 0)
 
 
-def move(x: Tensor, to: Tensor, back: Tensor) -> Tensor:
-    return Move.apply(x, to, back)  # type: ignore[no-any-return]
-
-
 class Move(torch.autograd.Function):
-    """`pick(x, to)`. Its gradient is `pick(grad, back)`: without sums it is deterministic."""
+    """`pick(x, target)`. Its gradient is `pick(grad, source)`: without sums it is deterministic."""
 
     @staticmethod
-    def forward(x: Tensor, to: Tensor, back: Tensor) -> Tensor:
-        return pick(x, to)
+    def forward(x: Tensor, target: Tensor, source: Tensor) -> Tensor:
+        return pick(x, target)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -74,8 +70,8 @@ class Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        to, back = ctx.saved_tensors
-        return move(grad, back, to), None, None
+        target, source = ctx.saved_tensors
+        return Move.apply(grad, source, target), None, None
 
 
 @dataclass(frozen=True)
@@ -88,21 +84,21 @@ class Layout:
 
     def spread(self, x: Tensor) -> Tensor:
         """Move entries [b t ...] to their positions [b p ...], with zeros between."""
-        return move(x, self.source, self.target)
+        return Move.apply(x, self.source, self.target)  # type: ignore[no-any-return]
 
     def collect(self, x: Tensor) -> Tensor:
         """Move entries from their positions [b p ...] to [b t ...]; hidden entries are zero."""
-        return move(x, self.target, self.source)
+        return Move.apply(x, self.target, self.source)  # type: ignore[no-any-return]
 
     def windows(self, d: int, count: int, *, causal: bool) -> Layout:
         """The layout of windows, with `count` windows in each of the caller's rows."""
         w = torch.arange(self.source.shape[1] // d, device=self.source.device)
         low, end = (t[:, ::d] for t in self.documents.windows(d, causal=causal))
-        there = (w >= low) & (w < end)
-        source = torch.where(there, there.cumsum(1) - 1, -1)
+        is_entry = (w >= low) & (w < end)
+        source = torch.where(is_entry, is_entry.cumsum(1) - 1, -1)
         target = source.new_full((source.shape[0], count + 1), -1)
         target = target.scatter(
-            1, source.where(there & (source < count), count), w.expand_as(source)
+            1, source.where(is_entry & (source < count), count), w.expand_as(source)
         )
         return Layout(self.documents, source, target[:, :count])
 
@@ -136,15 +132,15 @@ def lay_out(begins: Tensor, real: Tensor | None, step: int, length: int | None) 
         order, count = t.expand(b, -1), torch.full((b, 1), T, device=device)
     else:
         order, count = real_first(real), real.sum(1, keepdim=True)
-    there = t < count
-    begins = (begins | (t == 0)) & there
+    is_entry = t < count
+    begins = (begins | (t == 0)) & is_entry
     begin = torch.where(begins, t, 0).cummax(1).values if T else begins.long()
     end = next_begin(begins).minimum(count) if T else begin
 
     # padding before a document, up to a multiple of `step`
-    before = F.pad(begin[:, :-1], (1, 0)) if T else begin
-    gap = torch.where(begins, -(t - before) % step, 0)
-    position = torch.where(there, t + gap.cumsum(1), -1)
+    previous = F.pad(begin[:, :-1], (1, 0)) if T else begin
+    gap = torch.where(begins, -(t - previous) % step, 0)
+    position = torch.where(is_entry, t + gap.cumsum(1), -1)
     if length is None:
         length = int(position.max()) + 1 if position.numel() else 0
         length = blocks.ceil_div(length, step) * step
@@ -159,16 +155,13 @@ def lay_out(begins: Tensor, real: Tensor | None, step: int, length: int | None) 
         first, last = first.cummax(1).values, last.cummax(1).values
     documents = Documents(first.to(torch.int32), last.to(torch.int32))
     target = torch.full_like(position, -1).scatter(1, order, position)
-    return Layout(documents, put(order, there, -1), target)
+    return Layout(documents, put(order, is_entry, -1), target)
 
 
-def moved(layout: Layout, device: torch.device) -> Layout:
+def move_layout(layout: Layout, device: torch.device) -> Layout:
     """The layout on a device."""
-    documents = layout.documents
-    first, last, source, target = (
-        t.to(device, non_blocking=True)
-        for t in (documents.first, documents.last, layout.source, layout.target)
-    )
+    tensors = *layout.documents, layout.source, layout.target
+    first, last, source, target = (t.to(device, non_blocking=True) for t in tensors)
     return Layout(Documents(first, last), source, target)
 
 
@@ -181,11 +174,8 @@ def is_traced(tensor: Tensor) -> bool:
 
 def check_cu_seqlens(cu_seqlens: Any, total: int, batch: int) -> None:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or len(cu_seqlens) == 0:
-        got = (
-            list(cu_seqlens.shape) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        )
-        raise ValueError(f"cu_seqlens must be a tensor [documents + 1], got {got}")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens must be a tensor [documents + 1], got {shown(cu_seqlens)}")
+    if cu_seqlens.dtype not in INDEX_DTYPES:
         raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
     if batch != 1:
         raise ValueError(
@@ -262,7 +252,7 @@ def layout(
             cu_seqlens = cu_seqlens.cpu()
         begins = torch.zeros(1, T + 1, dtype=torch.bool, device=cu_seqlens.device)
         begins = begins.index_fill(1, cu_seqlens.long(), True)[:, :T]
-        return moved(lay_out(begins, None, step, length), device)
+        return move_layout(lay_out(begins, None, step, length), device)
     if mask is not None:
         check_row_tensor("mask", mask, shape, (torch.bool,), device)
     if segment_ids is None:
@@ -278,7 +268,7 @@ def layout(
         if mask is not None:
             ids = ids.to(mask.device).gather(1, real_first(mask))
         begins = F.pad(ids[:, 1:] != ids[:, :-1], (min(T, 1), 0))
-    return moved(lay_out(begins, mask, step, length), device)
+    return move_layout(lay_out(begins, mask, step, length), device)
 
 
 def layer_layout(
@@ -298,21 +288,21 @@ def layer_layout(
         ValueError: arguments that name documents do not match, or exclude one another.
     """
     named = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
-    given = [name for name, t in named.items() if t is not None]
+    names = [name for name, t in named.items() if t is not None]
     if documents is not None:
         if not isinstance(documents, Documents):
             got = type(documents).__name__
             raise ValueError(f"documents must be varlen.Documents, got {got}")
-        given.append("documents")
-    if cached and given and given != ["mask"]:
-        raise ValueError(f"{given[0]} must be None with a cache, whose rows hold one document each")
+        names.append("documents")
+    if cached and names and names != ["mask"]:
+        raise ValueError(f"{names[0]} must be None with a cache, whose rows hold one document each")
     if mask is not None and lengths is not None:
         raise ValueError("mask and lengths are two ways to name padding: give one")
-    if documents is not None and len(given) > 1:
-        raise ValueError(f"documents and {given[0]} are two ways to name documents: give one")
-    if documents is not None or not given:
+    if documents is not None and len(names) > 1:
+        raise ValueError(f"documents and {names[0]} are two ways to name documents: give one")
+    if documents is not None or not names:
         return None, lengths
-    found = layout((inp.shape[0], inp.shape[1]), inp.device, 1 if cached else step, **named)
+    result = layout((inp.shape[0], inp.shape[1]), inp.device, 1 if cached else step, **named)
     if cached and mask is not None:
         lengths = mask.sum(1)
-    return found, lengths
+    return result, lengths

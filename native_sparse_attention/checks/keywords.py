@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 # names in other libraries, and their counterparts here
-ELSEWHERE = {
+OTHER_LIBRARIES = {
     "attention_mask": "mask=, bool, True for tokens: mask=attention_mask.bool()",
     "attn_mask": "mask=, bool, True for tokens; causality is causal=True",
     "key_padding_mask": "mask=, bool, True for tokens: mask=~key_padding_mask",
@@ -38,9 +38,9 @@ def check_keywords(keywords: Iterable[str], known: Iterable[str]) -> None:
     for name in keywords:
         if name in names:
             continue
-        meant = ELSEWHERE.get(name)
-        fits = meant is not None and re.split("[=,]", meant)[0] in names
-        hint = f": use {meant}" if fits else nearest(name, names)
+        counterpart = OTHER_LIBRARIES.get(name)
+        fits = counterpart is not None and re.split("[=,]", counterpart)[0] in names
+        hint = f": use {counterpart}" if fits else nearest(name, names)
         raise UnexpectedKeyword(f"got an unexpected keyword argument {name!r}{hint}")
 
 

@@ -217,8 +217,8 @@ def check_branches(branches: Any) -> tuple[str, ...]:
 
 def check_memory(mem_k: Tensor | None, mem_v: Tensor | None) -> None:
     if (mem_k is None) != (mem_v is None):
-        given, missing = ("mem_k", "mem_v") if mem_v is None else ("mem_v", "mem_k")
-        raise ValueError(f"mem_k and mem_v go together: {given} was given, {missing} was not")
+        name, other = ("mem_k", "mem_v") if mem_v is None else ("mem_v", "mem_k")
+        raise ValueError(f"mem_k and mem_v go together: {name} was given, {other} was not")
 
 
 def check_leaders(

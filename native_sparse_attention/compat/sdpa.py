@@ -20,10 +20,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
     if torch.compiler.is_compiling() or not q.is_cuda or q.shape[-2] != 1:
         return attend(q, k, v, **settings)
     cuda = torch.backends.cuda
-    before = cuda.cudnn_sdp_enabled()
+    was_enabled = cuda.cudnn_sdp_enabled()
     # `sdpa_kernel` does the same in 30 us
     cuda.enable_cudnn_sdp(False)
     try:
         return attend(q, k, v, **settings)
     finally:
-        cuda.enable_cudnn_sdp(before)
+        cuda.enable_cudnn_sdp(was_enabled)

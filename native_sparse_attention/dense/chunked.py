@@ -96,8 +96,8 @@ def chunked_attention(
     segments = check_segment_ids(segment_ids, B, T, S, q.device)
     q_offset = check_any_offset(q_offset, B, S - T, q.device)
     is_banded = causal or sliding_window_size is not None
-    behind = TOO_LARGE if sliding_window_size is None else sliding_window_size
-    ahead = 0 if causal else behind
+    max_past = TOO_LARGE if sliding_window_size is None else sliding_window_size
+    max_future = 0 if causal else max_past
     positions = query_positions(q, q_offset)[:, None, :, None]
     b, h, i, j = (
         torch.arange(n, device=q.device).view([-1 if axis == a else 1 for a in range(4)])
@@ -109,16 +109,16 @@ def chunked_attention(
         knows."""
         if not is_banded or isinstance(q_offset, Tensor):
             return not is_banded
-        farthest_behind = q_offset + rows.stop - 1 - keys.start
-        farthest_ahead = keys.stop - 1 - q_offset - rows.start
-        return farthest_behind <= behind and farthest_ahead <= ahead
+        farthest_past = q_offset + rows.stop - 1 - keys.start
+        farthest_future = keys.stop - 1 - q_offset - rows.start
+        return farthest_past <= max_past and farthest_future <= max_future
 
     def tile_mask(rows: slice, keys: slice) -> Tensor | None:
         """[b|1 k|1 g|1 i j]"""
         masks = []
         if not covers(rows, keys):
             distance = positions[:, :, rows] - j[..., keys]
-            masks.append((distance <= behind) & (-distance <= ahead))
+            masks.append((distance <= max_past) & (-distance <= max_future))
         if segments is not None:
             masks.append((segments.q[:, rows, None] == segments.kv[:, None, keys])[:, None])
         if mask is not None:
@@ -135,7 +135,7 @@ def chunked_attention(
         return visible.unflatten(1, (dims["K"], -1) if visible.shape[1] > 1 else (1, 1))
 
     def key_range(first: int, last: int) -> tuple[int, int]:
-        return (first - behind, last + ahead + 1) if is_banded else (0, S)
+        return (first - max_past, last + max_future + 1) if is_banded else (0, S)
 
     dtype = q.dtype
     with no_autocast(q.device.type):

@@ -55,11 +55,11 @@ def sliding_mask_mod(window_size: Number, causal: bool = True, offset: Number = 
     """
     window_size = check_number("window_size", window_size, 0)
     causal, offset = check_bool("causal", causal), check_number("offset", offset)
-    max_ahead = window_size * 0 if causal else window_size
+    max_future = window_size * 0 if causal else window_size
 
     def sliding_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = q_idx + offset - kv_idx
-        return (distance <= window_size) & (distance >= -max_ahead)
+        return (distance <= window_size) & (distance >= -max_future)
 
     return sliding_mask
 

@@ -276,9 +276,9 @@ def query_chunks(queries: RankedQueries, ranking: Ranking) -> list[tuple[slice, 
     """Slices of the queries, and of the windows that they may see."""
     q, T, W = queries.q, queries.q.shape[1], queries.ck.shape[1]
     most = CHUNK_SCORES * gpu_factor(q.device)
-    each = len(q) * scores_of_query(q, queries.ck, queries.mem_k, ranking)
+    per_query = len(q) * scores_of_query(q, queries.ck, queries.mem_k, ranking)
     chunks, offset, stride = [], ranking.q_offset, ranking.selection_stride
-    for rows in split_range(0, T, max(LEAST_QUERIES, most // max(1, each))):
+    for rows in split_range(0, T, max(LEAST_QUERIES, most // max(1, per_query))):
         stop = W
         if ranking.causal and isinstance(offset, int):
             last = (blocks.ceil_div(offset, stride) + rows.stop - 1) * stride
@@ -311,9 +311,9 @@ class Gates(torch.autograd.Function):
         refuse_batched(d_gates)
         *leaves, i, block_indices = ctx.saved_tensors[:6]
         documents = reference.Documents(*ctx.saved_tensors[6:]) if ctx.saved_tensors[6:] else None
-        again = torch.is_grad_enabled()  # for gradients of gradients
+        creates_graph = torch.is_grad_enabled()  # for gradients of gradients
         needed: list[int] = [n for n in range(4) if ctx.needs_input_grad[n]]
-        if not again:
+        if not creates_graph:
             leaves = [None if t is None else t.detach().requires_grad_() for t in leaves]
         sums: dict[int, Tensor] = {
             n: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
@@ -330,7 +330,7 @@ class Gates(torch.autograd.Function):
                 continue
             grads = torch.autograd.grad(
                 gates, [chunk[n] for n in needed], d_gates[:, rows], allow_unused=True,
-                create_graph=again,
+                create_graph=creates_graph,
             )  # fmt: skip
             for n, grad in zip(needed, grads, strict=True):
                 if grad is not None:
@@ -363,12 +363,12 @@ def selection_gates(q: Tensor, ck: Tensor, block_indices: Tensor, **call: Any) -
 
 
 def forms_few_scores(op: str, q: Tensor, k: Tensor, settings: dict[str, Any]) -> bool:
-    each = q.shape[2] * k.shape[1]
+    per_query = q.shape[2] * k.shape[1]
     if op == "select_blocks":
         names = Ranking._fields
         ranking = Ranking(**{name: settings[name] for name in names if name in settings})
-        each = scores_of_query(q, k, settings["mem_k"], ranking) // ranking.selection_stride
-    return q.shape[0] * q.shape[1] * each <= MAX_SCORES * gpu_factor(q.device)
+        per_query = scores_of_query(q, k, settings["mem_k"], ranking) // ranking.selection_stride
+    return q.shape[0] * q.shape[1] * per_query <= MAX_SCORES * gpu_factor(q.device)
 
 
 def run(op: str, q: Tensor, k: Tensor, *tensors: Tensor, **settings: Any) -> Any:

@@ -197,16 +197,16 @@ def sliding_window_attention(
     q_offset: int = 0, documents: Documents | None = None, **softmax: Any,
 ) -> Any:  # fmt: skip
     """Attention to keys `i - w .. i`, or `i - w .. i + w` if not causal."""
-    T, S, behind = q.shape[1], k.shape[1], sliding_window_size
-    ahead = 0 if causal else behind
+    T, S, max_past = q.shape[1], k.shape[1], sliding_window_size
+    max_future = 0 if causal else max_past
     if documents is not None:
         i = torch.arange(T, device=q.device)
-        lo, hi = documents.first.maximum(i - behind), documents.last.minimum(i + 1 + ahead)
+        lo, hi = documents.first.maximum(i - max_past), documents.last.minimum(i + 1 + max_future)
         return attend_masked(q, k, v, range_block_mask(lo, hi, 0, S), **softmax)
     # drop keys that no query sees, so that every step of a long decode has one shape
-    first, last = max(0, q_offset - behind), min(S, q_offset + T + ahead)
+    first, last = max(0, q_offset - max_past), min(S, q_offset + T + max_future)
     k, v, offset = k[:, first:last], v[:, first:last], q_offset - first
-    block_mask = sliding_block_mask(T, last - first, behind, causal, offset, q.device)
+    block_mask = sliding_block_mask(T, last - first, max_past, causal, offset, q.device)
     return attend_masked(q, k, v, block_mask, **softmax)
 
 
@@ -243,17 +243,17 @@ def selected_under_mask(
         raise NotImplementedError(
             "fine_selection_flex_mask always holds a query's own block, but num_local_blocks=0"
         )
-    own = torch.arange(T, device=q.device)[:, None] // s
+    own_block = torch.arange(T, device=q.device)[:, None] // s
     forced = torch.arange(min(num_initial_blocks, blocks.num_blocks(T, s)), device=q.device)
     forced = forced.expand(T, -1)
     if causal:
-        forced = forced.masked_fill(forced > own, -1)
-        before = own - torch.arange(1, num_local_blocks, device=q.device)
-        forced = torch.cat((forced, before.clamp(min=-1)), dim=-1)
+        forced = forced.masked_fill(forced > own_block, -1)
+        previous = own_block - torch.arange(1, num_local_blocks, device=q.device)
+        forced = torch.cat((forced, previous.clamp(min=-1)), dim=-1)
     indices = block_indices.transpose(1, 2).long()
     indices = torch.cat((indices, forced.expand(*indices.shape[:2], -1, -1)), dim=-1)
     if indices.shape[-1]:
-        read = own if causal else indices.amax(dim=-1, keepdim=True)
+        read = own_block if causal else indices.amax(dim=-1, keepdim=True)
         indices = torch.where(indices < 0, read, indices)
     groups = q.shape[2] // block_indices.shape[2]
     return under_mask(q, k, v, fine_mask(indices, num_grouped_queries=groups), scale)

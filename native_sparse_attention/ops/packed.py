@@ -52,7 +52,7 @@ def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
         if parameter.default is parameter.empty and parameter.annotation in (Tensor, "Tensor")
     ]
     keyword = inspect.Parameter.KEYWORD_ONLY
-    own = [
+    keywords = [
         inspect.Parameter(name, keyword, default=None, annotation=Tensor | None)
         for name in ("cu_seqlens", "segment_ids", "mask")
     ]
@@ -77,7 +77,7 @@ def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
         return over_documents(op, call, named)
 
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), *own]
+        parameters=[*signature.parameters.values(), *keywords]
     )
     run.__doc__ = inspect.cleandoc(op.__doc__ or "") + "\n" + DOCUMENTATION
     return run
@@ -117,42 +117,42 @@ def over_documents(
     layout = docs.layout(shape, q.device, max(d, s), **named)
     documents = layout.documents
 
-    moved = {name: layout.spread(call[name]) for name in TOKENS if call.get(name) is not None}
+    aligned = {name: layout.spread(call[name]) for name in TOKENS if call.get(name) is not None}
     if call.get("block_indices") is not None:
-        moved["block_indices"] = absolute(moved["block_indices"], documents, s)
+        aligned["block_indices"] = to_row_indices(aligned["block_indices"], documents, s)
     if call.get("ck") is not None:
         windows = layout.windows(d, call["ck"].shape[1], causal=causal)
         check_document_windows(call["ck"].shape[1], windows, d, causal)
         for name in WINDOWS:
             if call.get(name) is not None:
-                moved[name] = windows.spread(call[name])
+                aligned[name] = windows.spread(call[name])
     if 0 in layout.source.shape and isinstance(call.get("backend"), str):
         call = call | {"backend": "eager"}  # every document is empty
-    results = op(**call | moved, documents=documents)
+    results = op(**call | aligned, documents=documents)
 
     hidden = layout.target < 0
 
-    def back(t: Tensor | None) -> Tensor | None:
+    def restore(t: Tensor | None) -> Tensor | None:
         if t is None:  # block indices of branches that select none
             return None
         if t.dtype == torch.int32:
             # hidden tokens select nothing
-            t = layout.collect(local(t, documents, s) + 1) - 1
+            t = layout.collect(to_document_indices(t, documents, s) + 1) - 1
         else:
             t = layout.collect(t)
             if t.ndim == 3:  # log-sum-exps
                 t = t.masked_fill(hidden[..., None], float("-inf"))
         return t[0] if flat else t
 
-    return tuple(map(back, results)) if isinstance(results, tuple) else back(results)
+    return tuple(map(restore, results)) if isinstance(results, tuple) else restore(results)
 
 
 def check_document_windows(W: int, windows: docs.Layout, d: int, causal: bool) -> None:
     """Check that W is the number of windows in the row that has most."""
     if docs.is_traced(windows.source):
         return
-    there = (windows.source >= 0).sum(1)
-    most = int(there.max()) if there.numel() else 0
+    counts = (windows.source >= 0).sum(1)
+    most = int(counts.max()) if counts.numel() else 0
     if most != W:
         kind = "complete " if causal else ""
         raise ValueError(
@@ -160,14 +160,14 @@ def check_document_windows(W: int, windows: docs.Layout, d: int, causal: bool) -
         )
 
 
-def absolute(block_indices: Tensor, documents: docs.Documents, s: int) -> Tensor:
+def to_row_indices(block_indices: Tensor, documents: docs.Documents, s: int) -> Tensor:
     """Convert block indices [b p r n] from documents to rows; -1 past the end of a document."""
     first, end = (t[..., None, None] for t in documents.blocks(s))
-    there = (block_indices >= 0) & (block_indices < end - first)
-    return torch.where(there, block_indices + first, -1).to(block_indices.dtype)
+    is_valid = (block_indices >= 0) & (block_indices < end - first)
+    return torch.where(is_valid, block_indices + first, -1).to(block_indices.dtype)
 
 
-def local(block_indices: Tensor, documents: docs.Documents, s: int) -> Tensor:
+def to_document_indices(block_indices: Tensor, documents: docs.Documents, s: int) -> Tensor:
     """Convert block indices [b p r n] from rows to documents."""
     first = documents.blocks(s)[0][..., None, None]
     return torch.where(block_indices >= 0, block_indices - first, -1).to(block_indices.dtype)

@@ -283,16 +283,16 @@ def sliding_window_attention(
     attend: Callable[..., Any] = attend, **softmax: Any,
 ) -> Any:  # fmt: skip
     """Softmax over keys `i - w .. i`, or `i - w .. i + w` if not causal."""
-    behind, ahead = sliding_window_size, 0 if causal else sliding_window_size
+    max_past, max_future = sliding_window_size, 0 if causal else sliding_window_size
     i, j = query_positions(q, q_offset), torch.arange(k.shape[1], device=q.device)
 
     def mask(rows: slice, keys: slice) -> Tensor:
         distance = i[:, rows, None] - j[keys]
-        seen = (distance <= behind) & (-distance <= ahead)
+        seen = (distance <= max_past) & (-distance <= max_future)
         return keep_document(seen, j[keys], documents, rows)[:, None, None]
 
     def key_range(first: int, last: int) -> tuple[int, int]:
-        return first - behind, last + ahead + 1
+        return first - max_past, last + max_future + 1
 
     return attend(q, k, v, Visibility(mask, key_range, q_offset), **softmax)
 
@@ -516,11 +516,11 @@ def leaders(q: Tensor, i: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
     return q.gather(1, rows), i.gather(1, t), group
 
 
-def share(ranked: Tensor, group: Tensor, before: Tensor) -> Tensor:
-    """Give each group's ranking [b t r n] to its tokens. Tokens of group -1 get `before`."""
+def share(ranked: Tensor, group: Tensor, default: Tensor) -> Tensor:
+    """Give each group's ranking [b t r n] to its tokens. Tokens of group -1 get `default`."""
     # advanced indexing, since its CUDA backward sorts: gather's adds with atomics, in any order
     row = torch.arange(ranked.shape[0], device=ranked.device)[:, None]
-    return torch.where(group[..., None, None] < 0, before, ranked[row, group.clamp(min=0)])
+    return torch.where(group[..., None, None] < 0, default, ranked[row, group.clamp(min=0)])
 
 
 def ranked_queries(
@@ -579,8 +579,10 @@ def select_blocks(
         queries, _, group = ranked_queries(q, ck, mem_k, sinks, documents, ranking)
         indices = rank(queries, ranking)
         if group is not None:
-            before = indices.new_full((), -1) if leader_indices is None else leader_indices[:, None]
-            indices = share(indices, group, before)
+            first_group = indices.new_full((), -1)
+            if leader_indices is not None:
+                first_group = leader_indices[:, None]
+            indices = share(indices, group, first_group)
     if not return_gates:
         return indices, None
     leaves: dict[str, Any] = dict(mem_k=mem_k, sinks=sinks, documents=documents)
