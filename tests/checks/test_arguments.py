@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
 import native_sparse_attention as nsa
@@ -243,23 +244,77 @@ def test_keywords_of_other_libraries(keyword, hint):
         nsa.sliding_window_attention(q, k, v, sliding_window_size=3, is_causal=True)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(strategy_combine_mlp=nn.Linear(16, 7)), "strategy_combine_mlp must map"),
-        (dict(strategy_combine_mlp=nn.Linear(5, 12)), "strategy_combine_mlp must map"),
-        (dict(strategy_combine_mlp=nn.Linear), "give an instance of it"),
-        (dict(compress_mlp=lambda x: x), "compress_mlp must be a torch.nn.Module"),
-        (dict(compress_mlp=nn.Identity()), "compress_mlp must map"),
-        (dict(compress_mlp=networks.AttentionPool(4, 8)), "compress_mlp must map"),
-        (dict(compress_mlp=networks.GroupedMLP(8, 8, 3)), "compress_mlp must map"),
-        (dict(compress_mlp=networks.CompressTransformer(1, 24, 2)), "compress_mlp must map"),
-        (dict(num_local_blocks=2**29), "num_local_blocks must be"),
-    ],
-)
-def test_networks_and_sizes(change, message):
+MESSAGES = {
+    "strategy_combine_mlp must map [b n dim] to": dict(strategy_combine_mlp=nn.Linear(16, 7)),
+    "strategy_combine_mlp must map": dict(strategy_combine_mlp=nn.Linear(5, 12)),
+    "give an instance of it": dict(strategy_combine_mlp=nn.Linear),
+    "compress_mlp must be a torch.nn.Module": dict(compress_mlp=lambda x: x),
+    "compress_mlp must map [b h w l d] to": dict(compress_mlp=nn.Identity()),
+    "to [b h w d], here [1, 2, 1, 8, 8]": dict(compress_mlp=networks.AttentionPool(4, 8)),
+    "got GroupedMLP": dict(compress_mlp=networks.GroupedMLP(8, 8, 3)),
+    "got CompressTransformer": dict(compress_mlp=networks.CompressTransformer(1, 24, 2)),
+    "num_local_blocks must be": dict(num_local_blocks=2**29),
+    "dim must be an integer of at least 1, got 0": dict(dim=0),
+    "heads must be an integer of at least 1, got True": dict(heads=True),
+    "heads must be a multiple of kv_heads, got heads=4 and kv_heads=3": dict(kv_heads=3),
+    "dim_head must be even for rotary embedding, got 7": dict(dim_head=7),
+    "compress_block_size must be at least": dict(compress_block_sliding_stride=16),
+    "must divide one another, got 10 and 4": dict(selection_block_size=10),
+    "selection_stride must divide selection_block_size=8": dict(selection_stride=3),
+    "importance must be one of 'logits', 'probs', 'max', 'index'": dict(importance="mean"),
+    "use_triton_kernel=True asks for": dict(backend="flex", use_triton_kernel=True),
+    "interpolated_importance_score=True goes with importance='logits' only": dict(
+        importance="probs", interpolated_importance_score=True
+    ),
+    "rotary_emb must have use_xpos=False": dict(rotary_emb=RotaryEmbedding(8, use_xpos=True)),
+    "rotary_emb must rotate at most dim_head=8": dict(rotary_emb=RotaryEmbedding(16)),
+    "rope_theta must be a positive finite number, got int 1000": dict(rope_theta=10**400),
+}
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_settings_and_networks(message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        SparseAttention(**{**LAYER, **change})
+        SparseAttention(**{**LAYER, **MESSAGES[message]})
+
+
+CALLS_OF_LAYERS = {
+    "inp must have shape [b, n, 16], got [2, 16, 3]": lambda layer: layer(X[..., :3]),
+    "inp must have shape [b, n, 16], got [16, 16]": lambda layer: layer(X[0]),
+    "need causal=True": lambda layer: SparseAttention(**LAYER | dict(causal=False))(
+        X, return_cache=True
+    ),
+    "cache must be a KVCache, got tuple": lambda layer: layer(X, cache=((X, X),)),
+    "inp must be a tensor of floating dtype, got list": lambda layer: layer([1.0]),
+    "inp must be a tensor of floating dtype, got torch.int64": lambda layer: layer(X.long()),
+    "generator must be a torch.Generator or None, got 3": lambda layer: layer(X, generator=3),
+    "sliding_window_flex_mask must be a BlockMask": lambda layer: layer(
+        X, sliding_window_flex_mask=X.numpy()
+    ),
+    "fine_selection_flex_mask must be a function": lambda layer: layer(
+        X, fine_selection_flex_mask=X.numpy()
+    ),
+    "lengths goes with a cache": lambda layer: layer(X, lengths=[1, 2]),
+    "between 0 and 16": lambda layer: layer(X, cache=KVCache(), lengths=[1, 17]),
+    "cache holds 3 rows but the input has 2": lambda layer: layer(X, cache=KVCache(batch=3)),
+}
+
+
+@pytest.mark.parametrize("message", CALLS_OF_LAYERS)
+def test_calls_of_layers(message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        CALLS_OF_LAYERS[message](SparseAttention(**LAYER))
+
+
+def test_triton_says_why_not():
+    layer = SparseAttention(**LAYER, backend="triton").double()
+    with pytest.raises(
+        NotImplementedError, match="backend 'triton' cannot run.*Use backend='auto'"
+    ):
+        layer(X.double())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert layer(X.double(), disable_triton_kernel=True).shape == X.shape
 
 
 def test_good_networks():
