@@ -15,13 +15,9 @@ ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def has_values(tensor: Tensor) -> bool:
     """Whether the host can read a tensor's values at once. False on a GPU, which would have to
     synchronize, and without values: in a traced graph or under `torch.func`."""
-    if type(tensor) is not Tensor or tensor.device.type != "cpu":
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return False
-    return torch._C._len_torch_dispatch_stack() == 0
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def check_ids(name: str, ids: Any, embedding: nn.Module) -> Tensor:

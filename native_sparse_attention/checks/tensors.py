@@ -3,7 +3,6 @@ the expected value and the given value. `scalars.py` checks single values."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -46,8 +45,6 @@ BRANCH_KV = ("shared", "independent")
 
 # axes that must not be empty: heads, heads of a group, and widths of keys and values
 NEVER_EMPTY = "HKGDE"
-# no model has more KV heads; with fewer tokens than heads, the axes are in the wrong order
-MANY_HEADS = 128
 HINT = "did you pass [B, H, T, D]? Tensors are [B, T, H, D]: use .transpose(1, 2)"
 
 
@@ -150,10 +147,6 @@ def check_groups(heads: int, kv_heads: int, tokens: tuple[int, int] | None = Non
             f"heads must be a multiple of kv_heads, got heads={heads} and kv_heads={kv_heads}"
             + (f". {HINT}" if slip else "")
         )
-    if torch.compiler.is_compiling() or tokens is None:
-        return heads // kv_heads
-    if kv_heads > max(MANY_HEADS, tokens[1]):
-        warnings.warn(f"k has {kv_heads} heads and {tokens[1]} tokens: {HINT}", stacklevel=4)
     return heads // kv_heads
 
 

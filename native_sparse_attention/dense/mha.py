@@ -35,8 +35,7 @@ DEFAULT_MASK_VALUE = -0.7 * torch.finfo(torch.float32).max
 
 
 class Settings(NamedTuple):
-    segment_ids: SegmentIds | None
-    causal: bool
+    visible: Tensor  # [b|1 1 i j]
     mask_value: float
     softmax_scale: float
 
@@ -54,27 +53,21 @@ def check_call(
         check_same(ab=ab)
         check_devices(q=q, ab=ab)
         check_broadcasts("ab", ab, B=B, H=H, T=T, S=S)
-    return Settings(
-        check_segment_ids(segment_ids, B, T, S, q.device),
-        check_bool("causal", causal),
-        check_mask_value(mask_value, q.dtype),
-        check_finite("softmax_scale", softmax_scale),
-    )
-
-
-def masked_logits(
-    q: Tensor, k: Tensor, ab: Tensor | None, settings: Settings
-) -> tuple[Tensor, Tensor]:
-    """Logits [b h i j] and their mask, [b|1 1 i j]."""
-    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)[None, None]
-    if settings.causal:
+    visible = torch.ones(1, 1, T, S, dtype=torch.bool, device=q.device)
+    if check_bool("causal", causal):
         visible = visible.tril()
-    if settings.segment_ids is not None:
-        q_ids, kv_ids = settings.segment_ids
-        visible = visible & (q_ids[:, None, :, None] == kv_ids[:, None, None])
+    segments = check_segment_ids(segment_ids, B, T, S, q.device)
+    if segments is not None:
+        visible = visible & (segments.q[:, None, :, None] == segments.kv[:, None, None])
+    mask_value = check_mask_value(mask_value, q.dtype)
+    return Settings(visible, mask_value, check_finite("softmax_scale", softmax_scale))
+
+
+def masked_logits(q: Tensor, k: Tensor, ab: Tensor | None, settings: Settings) -> Tensor:
+    """[b h i j]"""
     s = torch.matmul(q, k.mT)
-    s = s if ab is None else s + ab
-    return (s * settings.softmax_scale).masked_fill(~visible, settings.mask_value), visible
+    s = (s if ab is None else s + ab) * settings.softmax_scale
+    return s.masked_fill(~settings.visible, settings.mask_value)
 
 
 def forward(
@@ -83,8 +76,8 @@ def forward(
     """Output, sum of exponentials, greatest logit, all in fp32 or better."""
     with no_autocast(q.device.type):
         q, k, v = upcast(q, k, v)
-        s, visible = masked_logits(q, k, ab, settings)
-        hidden = ~visible.any(dim=-1)
+        s = masked_logits(q, k, ab, settings)
+        hidden = ~settings.visible.any(dim=-1)
         m = s.detach().amax(dim=-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
         m = m.masked_fill(hidden, float("-inf"))
         p = torch.exp(s - m.masked_fill(hidden, 0.0)[..., None])
@@ -159,7 +152,7 @@ def gradients(
     dtype = q.dtype
     with no_autocast(q.device.type):
         q, k, v, o, do = upcast(q, k, v, o, do)
-        s, visible = masked_logits(q, k, ab, settings)
+        s = masked_logits(q, k, ab, settings)
         # exp(s - inf) is 0: a query that sees no key neither gives nor gets gradients
         hidden = m == float("-inf")
         p = torch.exp(s - m.masked_fill(hidden, float("inf"))[..., None])
@@ -167,7 +160,7 @@ def gradients(
         dv = torch.matmul(p.mT, do)
         delta = (do * o).sum(dim=-1, keepdim=True)
         ds = p * (torch.matmul(do, v.mT) - delta) * settings.softmax_scale
-        ds = ds.masked_fill(~visible, 0.0)
+        ds = ds.masked_fill(~settings.visible, 0.0)
         dab = None if ab is None else ds.sum_to_size(ab.shape).to(ab.dtype)
         dq, dk = torch.matmul(ds, k), torch.matmul(ds.mT, q)
         return dq.to(dtype), dk.to(dtype), dv.to(dtype), dab

@@ -197,12 +197,6 @@ def test_hint_for_the_order_of_axes(q, k, indices):
         nsa.selected_attention(q, k, k, indices, selection_block_size=4)
 
 
-def test_warning_for_the_order_of_axes():
-    q = torch.randn(1, 2, 130, 8)
-    with pytest.warns(UserWarning, match="did you pass"):
-        nsa.sliding_window_attention(q, q, q, sliding_window_size=4)
-
-
 X = torch.randn(B, T, 16)
 
 
