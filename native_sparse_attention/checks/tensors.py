@@ -27,12 +27,12 @@ from .scalars import (
 
 __all__ = [
     "BACKENDS", "BRANCHES", "BRANCH_KV", "FLOAT_DTYPES", "IMPORTANCE_RULES", "INDEX_DTYPES",
-    "check_bool", "check_bools", "check_branches", "check_broadcasts", "check_choice",
-    "check_devices", "check_documents", "check_first_group", "check_forced_blocks", "check_given",
-    "check_groups", "check_int", "check_ints", "check_leaders", "check_mask", "check_mask_value",
-    "check_memory", "check_offset", "check_offsets", "check_positive", "check_same", "check_scale",
-    "check_selection", "check_shapes", "check_tensor", "check_windows", "default_seq_len",
-    "mask_hint", "shown",
+    "check_any_offset", "check_bool", "check_bools", "check_branches", "check_broadcasts",
+    "check_choice", "check_devices", "check_documents", "check_first_group",
+    "check_forced_blocks", "check_given", "check_groups", "check_int", "check_ints",
+    "check_leaders", "check_mask", "check_mask_value", "check_memory", "check_offset",
+    "check_positive", "check_same", "check_scale", "check_selection", "check_shapes",
+    "check_tensor", "check_windows", "default_seq_len", "mask_hint", "shown",
 ]  # fmt: skip
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -240,38 +240,40 @@ def default_seq_len(seq_len: Any, T: int, q_offset: Any) -> int:
     return check_int("q_offset", q_offset, 0) + T
 
 
-def check_offsets(q_offset: Tensor, B: int, device: torch.device) -> Tensor:
-    """Check one offset per sequence, and return int64 [B]: kernels read them by address, and one
-    that is expanded has fewer elements."""
-    check_tensor("q_offset", q_offset, INDEX_DTYPES, device, (B,))
-    return q_offset.long().contiguous()
+def check_any_offset(
+    q_offset: Any, B: int, device: torch.device, minimum: int = -TOO_LARGE
+) -> int | Tensor:
+    """Check the absolute position of the first query: an int, or int64 [B], one per sequence.
+    Contiguous, since kernels read offsets by address."""
+    if isinstance(q_offset, Tensor) and q_offset.ndim > 0:
+        check_tensor("q_offset", q_offset, INDEX_DTYPES, device, (B,))
+        return q_offset.long().contiguous()
+    if as_int(q_offset) is None:
+        raise ValueError(f"q_offset must be an int or a tensor [{B}], got {shown(q_offset)}")
+    return check_int("q_offset", q_offset, minimum)
 
 
 def check_offset(
     q_offset: Any, dims: dict[str, int], S: int, causal: bool, device: torch.device
 ) -> int | Tensor:
-    """Check the absolute position of the first query, one for all sequences or one per sequence. By
-    default the queries are the last T of the S tokens. Returns an int or an int64 tensor [B]."""
-    B, T = dims["B"], dims["T"]
+    """Check the position of the first query among S tokens, by default that of the last T."""
+    T = dims["T"]
     if q_offset is None:
-        q_offset = S - T
-        if q_offset < 0:
+        if T > S:
             slip = S > 0 and T % S == 0 and dims["H"] <= dims["K"]
             hint = f". {HINT}" if slip else ""
             raise ValueError(
                 f"q has T={T} tokens but there are only S={S} keys: T must be at most S{hint}"
             )
-        return q_offset
-    if isinstance(q_offset, Tensor) and q_offset.ndim > 0:
+        return S - T
+    offset = check_any_offset(q_offset, dims["B"], device, 0)
+    if isinstance(offset, Tensor):
         if not causal:
             raise ValueError("q_offset must be an int where causal=False, got a tensor")
-        return check_offsets(q_offset, B, device)
-    if as_int(q_offset) is None:
-        raise ValueError(f"q_offset must be an int or a tensor [{B}], got {shown(q_offset)}")
-    q_offset = check_int("q_offset", q_offset, 0)
-    if q_offset + T > S:
-        raise ValueError(f"q_offset + T must be at most S={S}, got {q_offset} + {T}")
-    return q_offset
+        return offset
+    if offset + T > S:
+        raise ValueError(f"q_offset + T must be at most S={S}, got {offset} + {T}")
+    return offset
 
 
 def check_windows(

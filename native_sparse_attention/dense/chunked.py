@@ -13,17 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks.scalars import TOO_LARGE, as_int, check_callable
+from ..checks.scalars import TOO_LARGE, check_callable
 from ..checks.tensors import (
+    check_any_offset,
     check_bools,
     check_groups,
     check_int,
     check_ints,
     check_mask,
-    check_offsets,
     check_positive,
     check_scale,
-    shown,
 )
 from ..compat.autocast import no_autocast
 from ..compat.transforms import refuse_transforms
@@ -94,7 +93,7 @@ def chunked_attention(
     mask = None if mask is None else mask[(None,) * (4 - mask.ndim)]
     check_callable("mask_mod", mask_mod, "(b, h, i, j)")
     segments = check_segment_ids(segment_ids, B, T, S, q.device)
-    q_offset = check_any_offset(q_offset, B, S - T, q.device)
+    q_offset = S - T if q_offset is None else check_any_offset(q_offset, B, q.device)
     is_banded = causal or sliding_window_size is not None
     max_past = TOO_LARGE if sliding_window_size is None else sliding_window_size
     max_future = 0 if causal else max_past
@@ -146,16 +145,3 @@ def chunked_attention(
         )  # fmt: skip
     out = out.to(dtype)
     return (out, lse) if return_lse else out
-
-
-def check_any_offset(
-    q_offset: int | Tensor | None, B: int, default: int, device: torch.device
-) -> int | Tensor:
-    """Check an offset: an int of any sign, or integers [B]."""
-    if q_offset is None:
-        return default
-    if isinstance(q_offset, Tensor) and q_offset.ndim > 0:
-        return check_offsets(q_offset, B, device)
-    if as_int(q_offset) is None:
-        raise ValueError(f"q_offset must be an int or a tensor [{B}], got {shown(q_offset)}")
-    return check_int("q_offset", q_offset, -TOO_LARGE)

@@ -53,18 +53,6 @@ def test_alibi_lowers_what_is_far():
     assert torch.equal(grid(steep, torch.zeros(1, 2, 3, 3))[0, 1], -distance / 2)
 
 
-def test_relative_mods():
-    """Distances of -1, 0, 1 and their clipped neighbours."""
-    expected = torch.tensor([[0.0, -1, -2], [1, 0, -1]])
-    assert torch.equal(grid(masks.relative_position, torch.zeros(1, 1, 2, 3))[0, 0], expected)
-    table = torch.tensor([[10.0, 20, 30], [1, 2, 3]])
-    first = torch.tensor([[20.0, 10, 10, 10], [30, 20, 10, 10], [30, 30, 20, 10]])
-    biases = grid(masks.relative_bias(table), torch.zeros(1, 2, 3, 4))
-    assert torch.equal(biases[0], torch.stack((first, first / 10)))
-    shared = grid(masks.relative_bias(table[0]), torch.zeros(1, 2, 3, 4))
-    assert torch.equal(shared[0], torch.stack((first, first)))
-
-
 @pytest.mark.parametrize("approximate", [False, True])
 def test_soft_cap(approximate):
     scores = torch.tensor([-1e9, -2.0, 0.0, 1e-3, 2.0, 1e9], dtype=torch.float64)
