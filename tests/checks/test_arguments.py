@@ -1,6 +1,7 @@
 """Bad arguments of public functions and constructors: one ValueError that names the argument; and
 good ones of unusual types."""
 
+import contextlib
 import inspect
 import re
 import warnings
@@ -201,20 +202,6 @@ X = torch.randn(B, T, 16)
 
 
 @pytest.mark.parametrize(
-    "mask, message",
-    [
-        (torch.zeros(B, T), "give mask > -1"),
-        (torch.ones(B, T, dtype=torch.long), "give mask.bool()"),
-        (torch.ones(B, 1, T, T, dtype=torch.bool), "causality is causal=True"),
-        (torch.ones(B, T, dtype=torch.bool, device="meta"), "mask must be on cpu"),
-    ],
-)
-def test_hints_for_masks(mask, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        SparseAttention(**LAYER)(X, mask=mask)
-
-
-@pytest.mark.parametrize(
     "keyword, hint",
     [
         ("attention_mask", "use mask="),
@@ -266,12 +253,6 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("message", MESSAGES)
-def test_settings_and_networks(message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        SparseAttention(**{**LAYER, **MESSAGES[message]})
-
-
 CALLS_OF_LAYERS = {
     "inp must have shape [b, n, 16], got [2, 16, 3]": lambda layer: layer(X[..., :3]),
     "inp must have shape [b, n, 16], got [16, 16]": lambda layer: layer(X[0]),
@@ -292,12 +273,6 @@ CALLS_OF_LAYERS = {
     "between 0 and 16": lambda layer: layer(X, cache=KVCache(), lengths=[1, 17]),
     "cache holds 3 rows but the input has 2": lambda layer: layer(X, cache=KVCache(batch=3)),
 }
-
-
-@pytest.mark.parametrize("message", CALLS_OF_LAYERS)
-def test_calls_of_layers(message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        CALLS_OF_LAYERS[message](SparseAttention(**LAYER))
 
 
 def test_triton_says_why_not():
@@ -333,20 +308,72 @@ def test_more_blocks_than_there_are():
     torch.testing.assert_close(many(X), few(X))
 
 
+def sample(**change):
+    prompt = torch.zeros(1, 4, dtype=torch.long)
+    Transformer(**MODEL).sample(**dict(prompt=prompt, seq_len=6) | change)
+
+
+def sparse(kwargs):
+    """Checked by dense models too."""
+    with contextlib.suppress(ValueError):
+        Transformer(**MODEL, use_sparse_attn=False, sparse_attn_kwargs=kwargs)
+        pytest.fail("a dense model takes them")
+    Transformer(**MODEL, use_sparse_attn=True, sparse_attn_kwargs=kwargs)
+
+
+HINTS = {
+    "settings": (lambda change: SparseAttention(**{**LAYER, **change}), MESSAGES),
+    "layer": (lambda call: call(SparseAttention(**LAYER)), CALLS_OF_LAYERS),
+    "mask": (
+        lambda mask: SparseAttention(**LAYER)(X, mask=mask),
+        {
+            "give mask > -1": torch.zeros(B, T),
+            "give mask.bool()": torch.ones(B, T, dtype=torch.long),
+            "causality is causal=True": torch.ones(B, 1, T, T, dtype=torch.bool),
+            "mask must be on cpu": torch.ones(B, T, dtype=torch.bool, device="meta"),
+        },
+    ),
+    "ids": (
+        lambda ids: Transformer(**MODEL)(ids),
+        {
+            "give torch.tensor(ids)": [[1, 2]],
+            "give ids.long()": torch.ones(2, 3),
+            "ids must be a tensor of integers": torch.ones(2, 3, dtype=torch.bool),
+            "ids must have shape [b, n], got [3]": torch.ones(3, dtype=torch.long),
+            "ids must be token ids from 0 to 31": torch.tensor([[0, 32]]),
+            "got -1": torch.tensor([[-1, 3]]),
+        },
+    ),
+    "sampling": (
+        lambda change: sample(**change),
+        {
+            "temperature must be 0 or less, or at least": dict(temperature=1e-320),
+            "seq_len must be an integer of at least 4, got 3": dict(seq_len=3),
+            "stop_tokens must be token ids below 32": dict(stop_tokens=32),
+            "stop_tokens must be token ids": dict(stop_tokens="a"),
+            "generator must be a torch.Generator": dict(generator=5),
+            "prompt_lengths must be integers": dict(prompt_lengths=[True]),
+        },
+    ),
+    "sparse_attn_kwargs": (
+        sparse,
+        {
+            "sparse_attn_kwargs must be a dict": [1],
+            "sparse_attn_kwargs must not hold 'dim'": dict(dim=3),
+            "did you mean sliding_window_size?": dict(sliding_window=3),
+            "sliding_window_size must be": dict(sliding_window_size=-1),
+        },
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    "ids, message",
-    [
-        ([[1, 2]], "give torch.tensor(ids)"),
-        (torch.ones(2, 3), "give ids.long()"),
-        (torch.ones(2, 3, dtype=torch.bool), "ids must be a tensor of integers"),
-        (torch.ones(3, dtype=torch.long), "ids must have shape [b, n], got [3]"),
-        (torch.tensor([[0, 32]]), "ids must be token ids from 0 to 31"),
-        (torch.tensor([[-1, 3]]), "got -1"),
-    ],
+    "argument, message", [(name, message) for name, (_, bad) in HINTS.items() for message in bad]
 )
-def test_ids(ids, message):
+def test_hints(argument, message):
+    call, bad = HINTS[argument]
     with pytest.raises(ValueError, match=re.escape(message)):
-        Transformer(**MODEL)(ids)
+        call(bad[message])
 
 
 def test_loss_with_a_cache():
@@ -358,43 +385,10 @@ def test_loss_with_a_cache():
             net(ids, cache=cache)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(temperature=1e-320), "temperature must be 0 or less, or at least"),
-        (dict(temperature=1e-40), "temperature must be 0 or less, or at least"),
-        (dict(seq_len=3), "seq_len must be an integer of at least 4, got 3"),
-        (dict(stop_tokens=32), "stop_tokens must be token ids below 32"),
-        (dict(stop_tokens="a"), "stop_tokens must be token ids"),
-        (dict(generator=5), "generator must be a torch.Generator"),
-        (dict(prompt_lengths=[True]), "prompt_lengths must be integers"),
-    ],
-)
-def test_sampling(change, message):
-    call = {**dict(prompt=torch.zeros(1, 4, dtype=torch.long), seq_len=6), **change}
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Transformer(**MODEL).sample(**call)
-
-
 def test_small_temperatures_are_greedy():
     logits = torch.tensor([[-3.0, 5.0, 1.0], [4.0, 2.0, 3.0]])
     for top_p in (None, 1e-38):
         assert sample_token(logits, 1e-37, 0.0, top_p, None).tolist() == [1, 0]
-
-
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize(
-    "kwargs, message",
-    [
-        ([1], "sparse_attn_kwargs must be a dict"),
-        (dict(dim=3), "sparse_attn_kwargs must not hold 'dim'"),
-        (dict(sliding_window=3), "did you mean sliding_window_size?"),
-        (dict(sliding_window_size=-1), "sliding_window_size must be"),
-    ],
-)
-def test_bad_sparse_attn_kwargs(sparse, kwargs, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Transformer(**MODEL, use_sparse_attn=sparse, sparse_attn_kwargs=kwargs)
 
 
 @pytest.mark.parametrize(

@@ -8,35 +8,23 @@ from native_sparse_attention.compat.sdpa import sdpa
 
 
 @pytest.mark.parametrize("T, plans", [(1, False), (2, True)])
-def test_single_queries_on_a_gpu_run_without_cudnn(T, plans, monkeypatch):
-    seen, own = [], F.scaled_dot_product_attention
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_single_queries_on_a_gpu_run_without_cudnn(T, plans, is_enabled, monkeypatch):
+    seen, own, flags = [], F.scaled_dot_product_attention, [is_enabled]
 
     class OnGpu(torch.Tensor):
         is_cuda = True
 
     def attend(*args, **settings):
-        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        seen.append(flags[-1])
         return own(*args, **settings)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
-    for before in (True, False):
-        monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", flags := Flags(before))
-        monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", flags.set)
-        q, k, v = (torch.randn(1, 2, n, 8).as_subclass(OnGpu) for n in (T, 5, 5))
-        out = sdpa(q, k, v, scale=0.5)
-        assert torch.equal(out, own(q, k, v, scale=0.5))
-        assert seen.pop() == (plans and before) and flags.value == before
-        with pytest.raises(RuntimeError):
-            sdpa(q, k[..., :4], v)
-        assert seen.pop() == (plans and before) and flags.value == before
-
-
-class Flags:
-    def __init__(self, value):
-        self.value = value
-
-    def __call__(self):
-        return self.value
-
-    def set(self, value):
-        self.value = value
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: flags[-1])
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", flags.append)
+    q, k, v = (torch.randn(1, 2, n, 8).as_subclass(OnGpu) for n in (T, 5, 5))
+    assert torch.equal(sdpa(q, k, v, scale=0.5), own(q, k, v, scale=0.5))
+    assert seen.pop() == (plans and is_enabled) and flags[-1] == is_enabled
+    with pytest.raises(RuntimeError):
+        sdpa(q, k[..., :4], v)
+    assert seen.pop() == (plans and is_enabled) and flags[-1] == is_enabled
