@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .scalars import shown
-
-ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+from .tensors import INTEGER_DTYPES, shown
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -28,7 +26,7 @@ def check_ids(name: str, ids: Any, embedding: nn.Module) -> Tensor:
     Raises:
         ValueError: lists, floats, another shape, an id outside of the vocabulary.
     """
-    if not isinstance(ids, Tensor) or ids.dtype not in ID_DTYPES:
+    if not isinstance(ids, Tensor) or ids.dtype not in INTEGER_DTYPES:
         hint = ""
         if isinstance(ids, (list, tuple)):
             hint = f": give torch.tensor({name})"

@@ -27,6 +27,7 @@ from .scalars import (
 
 __all__ = [
     "BACKENDS", "BRANCHES", "BRANCH_KV", "FLOAT_DTYPES", "IMPORTANCE_RULES", "INDEX_DTYPES",
+    "INTEGER_DTYPES",
     "check_any_offset", "check_bool", "check_bools", "check_branches", "check_broadcasts",
     "check_choice", "check_devices", "check_documents", "check_first_group",
     "check_forced_blocks", "check_given", "check_groups", "check_int", "check_ints",
@@ -37,6 +38,7 @@ __all__ = [
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
+INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, *INDEX_DTYPES)
 BACKENDS = ("auto", "triton", "flex", "eager")
 IMPORTANCE_RULES = ("logits", "probs", "max")
 BRANCHES = ("compressed", "selected", "window")
@@ -131,7 +133,7 @@ def check_tensor(
     fits = isinstance(tensor, Tensor) and tensor.dtype in dtypes and tensor.device == device
     if not fits or (shape is not None and tensor.shape != shape):
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        kind = "floating" if dtypes == FLOAT_DTYPES else kinds
+        kind = {FLOAT_DTYPES: "floating", INTEGER_DTYPES: "integers"}.get(dtypes, kinds)
         shaped = "" if shape is None else f", of shape {list(shape)}"
         raise ValueError(f"{name} must be {kind}{shaped} on {device}, got {shown(tensor)}")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checks.scalars import check_int, check_ints, shown
-from ..checks.tensors import check_given, check_same, check_shapes
+from ..checks.tensors import INTEGER_DTYPES, check_given, check_same, check_shapes, check_tensor
 from ..compat.autocast import in_autocast_dtype
 
 Int = TypeVar("Int", int, Tensor)
@@ -50,7 +50,7 @@ def below_or_on_diag(r: Int, r_blk_size: int, c: Int, c_blk_size: int) -> Any:
     r_blk_size, c_blk_size = check_ints(1, r_blk_size=r_blk_size, c_blk_size=c_blk_size)
     for name, value in (("r", r), ("c", c)):
         if isinstance(value, Tensor):
-            if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            if value.dtype not in INTEGER_DTYPES:
                 raise ValueError(f"{name} must be integers, got {shown(value)}")
         else:
             check_int(name, value, 0)
@@ -90,14 +90,6 @@ def check_segment_ids(
             f"got {type(segment_ids).__name__}"
         )
     for name, ids, length in zip(("q", "kv"), segment_ids, (T, S), strict=True):
-        name = f"segment_ids.{name}"
-        if not isinstance(ids, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(ids).__name__}")
-        if list(ids.shape) != [B, length]:
-            raise ValueError(f"{name} must have shape {[B, length]}, got {list(ids.shape)}")
-        other = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
-        if other or ids.device != device:
-            raise ValueError(
-                f"{name} must be integers on {device}, got {ids.dtype} on {ids.device}"
-            )
+        check_given(**{f"segment_ids.{name}": ids})
+        check_tensor(f"segment_ids.{name}", ids, INTEGER_DTYPES, device, (B, length))
     return SegmentIds(*segment_ids)

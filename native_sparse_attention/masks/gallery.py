@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ..checks.scalars import check_bool, check_int, check_ints, shown
+from ..checks.tensors import INTEGER_DTYPES
 from .tiles import MaskMod, constant
-
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 # sequences
 
@@ -234,7 +233,11 @@ def check_one_of(**values: object) -> None:
 
 def check_integers(name: str, value: Tensor | None, *ndims: int) -> Tensor:
     """Check that a tensor has integers and one of `ndims` axes."""
-    if not isinstance(value, Tensor) or value.dtype not in INTEGERS or value.ndim not in ndims:
+    if (
+        not isinstance(value, Tensor)
+        or value.dtype not in INTEGER_DTYPES
+        or value.ndim not in ndims
+    ):
         axes = " or ".join(map(str, ndims))
         raise ValueError(f"{name} must be an integer tensor of {axes} axes, got {shown(value)}")
     return value

@@ -193,10 +193,10 @@ MESSAGES = {
         mask_mod=lambda b, h, i, j: TRUE
     ),
     "one tensor for T=5 and S=6": dict(segment_ids=IDS[:, :5]),
-    "segment_ids.q must be integers on cpu, got torch.float32": dict(
+    "segment_ids.q must be integers, of .* on cpu, got a torch.float32": dict(
         segment_ids=(torch.zeros(2, 5), torch.zeros(2, 6))
     ),
-    r"segment_ids.kv must have shape \[2, 6\], got \[2, 7\]": dict(
+    r"segment_ids.kv must be .* of shape \[2, 6\] on cpu, got .*\[2, 7\]": dict(
         segment_ids=SegmentIds(IDS[:, :5], IDS)
     ),
     "segment_ids must be SegmentIds": dict(segment_ids="ab"),
