@@ -134,7 +134,7 @@ def check_tensor(
     if not fits or (shape is not None and tensor.shape != shape):
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         kind = {FLOAT_DTYPES: "floating", INTEGER_DTYPES: "integers"}.get(dtypes, kinds)
-        shaped = "" if shape is None else f", of shape {list(shape)}"
+        shaped = "" if shape is None else f" of shape {list(shape)}"
         raise ValueError(f"{name} must be {kind}{shaped} on {device}, got {shown(tensor)}")
 
 

@@ -193,7 +193,7 @@ MESSAGES = {
         mask_mod=lambda b, h, i, j: TRUE
     ),
     "one tensor for T=5 and S=6": dict(segment_ids=IDS[:, :5]),
-    "segment_ids.q must be integers, of .* on cpu, got a torch.float32": dict(
+    "segment_ids.q must be integers of .* on cpu, got a torch.float32": dict(
         segment_ids=(torch.zeros(2, 5), torch.zeros(2, 6))
     ),
     r"segment_ids.kv must be .* of shape \[2, 6\] on cpu, got .*\[2, 7\]": dict(
@@ -201,7 +201,7 @@ MESSAGES = {
     ),
     "segment_ids must be SegmentIds": dict(segment_ids="ab"),
     "q_offset must be an int or a tensor": dict(q_offset=1.5),
-    r"q_offset.* must be int32 or int64, of shape \[2\]": dict(q_offset=IDS[0, :3]),
+    r"q_offset.* must be int32 or int64 of shape \[2\]": dict(q_offset=IDS[0, :3]),
     "v has S=7 but k has S=6": dict(v=torch.zeros(2, 7, 2, 4)),
     "v is torch.float16 but q is torch.float32": dict(v=torch.zeros(2, 6, 2, 4).half()),
     "multiple of kv_heads": dict(k=torch.zeros(2, 6, 3, 4), v=torch.zeros(2, 6, 3, 4)),

@@ -47,7 +47,7 @@ def test_module():
         (dict(soft_cap=0.0), "soft_cap must be"),
         (dict(soft_cap=-1.0), "soft_cap must be"),
         (dict(soft_cap=float("nan")), "soft_cap must be"),
-        (dict(sinks=torch.zeros(3)), r"sinks must be floating, of shape \[4\]"),
+        (dict(sinks=torch.zeros(3)), r"sinks must be floating of shape \[4\]"),
         (dict(sinks=torch.zeros(4, dtype=torch.long)), "sinks must be floating"),
     ],
 )
