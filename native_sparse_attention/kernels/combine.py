@@ -1,6 +1,9 @@
 """Combination of the three branches by gates, forward and backward, and delta, which the branches'
 backward subtracts from dp."""
 
+from collections import namedtuple
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,48 +12,41 @@ from torch import Tensor
 from .common import launch
 from .common.launch import BackwardInputs, cdiv
 from .common.precompile import launcher
-from .common.primitives import finite_log2, load_rows, store_combined
+from .common.primitives import Gates, finite_log2, load_rows, store_combined
 
 # rows of a program: forward, and backward, which reads more per row
 BLOCK_ROWS, BACKWARD_ROWS = 32, 16
 
+Settings = namedtuple("Settings", "E BLOCK_E BLOCK_M D_LSE", defaults=(False,))
+
 
 @triton.jit(do_not_specialize=["ROWS", "T"])
-def nsa_combine_fwd(
-    cmp, sel, win, gates, out, ROWS, H, T, g_b, g_t, g_h, g_3,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+def nsa_combine_fwd(outs, gates, out, ROWS, H, T, F: tl.constexpr):
     """One program: M rows of `out = g_cmp cmp + g_sel sel + g_win win`."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(0).to(tl.int64) * F.BLOCK_M + tl.arange(0, F.BLOCK_M)
     real = row < ROWS
-    gate = gates + row // H // T * g_b + row // H % T * g_t + row % H * g_h
-    sel_tile = load_rows(sel, row * E, E, BLOCK_E, real).to(tl.float32)
-    store_combined(out, sel_tile, cmp, win, gate, row, g_3, E, BLOCK_E, real)
+    gate = gates.ptr + row // H // T * gates.b + row // H % T * gates.t + row % H * gates.h
+    sel = load_rows(outs[1], row * F.E, F.E, F.BLOCK_E, real).to(tl.float32)
+    store_combined(out, sel, outs[0], outs[2], gate, row, gates.branch, F.E, F.BLOCK_E, real)
 
 
 @triton.jit(do_not_specialize=["ROWS", "T"])
-def nsa_combine_bwd(
-    cmp, sel, win, lse_cmp, lse_sel, lse_win, gates, d_out, d_gates, delta, gated, ROWS, H, T,
-    g_b, g_t, g_h, g_3,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+def nsa_combine_bwd(outs, lses, gates, d_out, d_gates, delta, gated, ROWS, H, T, F: tl.constexpr):
     """One program: M rows of `d_gate_b = sum(out_b * d_out)` [ROWS, 3], and of the gated backward
     inputs (`launch.BackwardInputs`) of each branch [3, ROWS]. delta is the same sum in float32, its
     last bit set where the gate is negative. `gated` is lse minus log2 of the gate's size, in units
     of log2."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(0).to(tl.int64) * F.BLOCK_M + tl.arange(0, F.BLOCK_M)
     real = row < ROWS
-    gate = gates + row // H // T * g_b + row // H % T * g_t + row % H * g_h
-    do = load_rows(d_out, row * E, E, BLOCK_E, real).to(tl.float32)
-    outs, logs, sizes = (), (), ()
+    gate = gates.ptr + row // H // T * gates.b + row // H % T * gates.t + row % H * gates.h
+    do = load_rows(d_out, row * F.E, F.E, F.BLOCK_E, real).to(tl.float32)
+    tiles, logs, sizes = (), (), ()
     for branch in tl.static_range(3):  # all loads before any store, which may alias them
-        out = cmp if branch == 0 else sel if branch == 1 else win
-        lse = lse_cmp if branch == 0 else lse_sel if branch == 1 else lse_win
-        outs += (load_rows(out, row * E, E, BLOCK_E, real),)
-        logs += (tl.load(lse + row, mask=real, other=0.0),)
-        sizes += (tl.load(gate + branch * g_3, mask=real, other=0.0),)
+        tiles += (load_rows(outs[branch], row * F.E, F.E, F.BLOCK_E, real),)
+        logs += (tl.load(lses[branch] + row, mask=real, other=0.0),)
+        sizes += (tl.load(gate + branch * gates.branch, mask=real, other=0.0),)
     for branch in tl.static_range(3):
-        d_gate = tl.sum(outs[branch].to(tl.float32) * do, 1)
+        d_gate = tl.sum(tiles[branch].to(tl.float32) * do, 1)
         log, g = logs[branch], sizes[branch].to(tl.float32)
         tl.store(d_gates + row * 3 + branch, d_gate.to(d_gates.dtype.element_ty), mask=real)
         at = branch * tl.cast(ROWS, tl.int64) + row
@@ -63,44 +59,33 @@ def nsa_combine_bwd(
 
 
 @triton.jit(do_not_specialize=["ROWS"])
-def nsa_bwd_preprocess(
-    out, d_out, lse, d_lse, log, delta, ROWS,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, D_LSE: tl.constexpr,
-):  # fmt: skip
+def nsa_bwd_preprocess(out, d_out, lse, d_lse, log, delta, ROWS, F: tl.constexpr):
     """One program: M rows of `delta = sum(out * d_out) - d_lse` (no d_lse without D_LSE), and lse
     in units of log2."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(0).to(tl.int64) * F.BLOCK_M + tl.arange(0, F.BLOCK_M)
     real = row < ROWS
-    o = load_rows(out, row * E, E, BLOCK_E, real).to(tl.float32)
-    do = load_rows(d_out, row * E, E, BLOCK_E, real).to(tl.float32)
+    o = load_rows(out, row * F.E, F.E, F.BLOCK_E, real).to(tl.float32)
+    do = load_rows(d_out, row * F.E, F.E, F.BLOCK_E, real).to(tl.float32)
     value = tl.sum(o * do, 1)
-    if D_LSE:
+    if F.D_LSE:
         value -= tl.load(d_lse + row, mask=real, other=0.0)
     tl.store(delta + row, value, mask=real)
     tl.store(log + row, finite_log2(tl.load(lse + row, mask=real, other=0.0)), mask=real)
 
 
-def arguments(outs: list[Tensor], gates: Tensor, block: int) -> tuple[tuple[int], dict]:
+def arguments(outs: list[Tensor], gates: Tensor, block: int) -> dict[str, Any]:
+    """Arguments of the combination and of its backward."""
     B, T, H, E = outs[0].shape
-    rows = B * T * H
-    args = dict(
-        zip(("cmp", "sel", "win"), outs, strict=True),
-        gates=gates,
-        ROWS=rows,
-        H=H,
-        T=T,
-        **launch.strides("g", gates, "bth3"),
-        E=E,
-        BLOCK_E=launch.padded(E),
-        BLOCK_M=block,
-    )
-    return (cdiv(rows, block),), args
+    return dict(
+        outs=tuple(outs), gates=Gates(gates, *gates.stride()), ROWS=B * T * H, H=H, T=T,
+        F=Settings(E, launch.padded(E), block),
+    )  # fmt: skip
 
 
 def forward(outs: list[Tensor], gates: Tensor, out: Tensor) -> None:
     """Write `sum_b gate_b out_b` of contiguous outs [B T H E] and gates [B T H 3] to out."""
-    grid, args = arguments(outs, gates, BLOCK_ROWS)
-    launcher(nsa_combine_fwd, grid)(out=out, **args)
+    args = arguments(outs, gates, BLOCK_ROWS)
+    launcher(nsa_combine_fwd, (cdiv(args["ROWS"], BLOCK_ROWS),))(out=out, **args)
 
 
 def backward(
@@ -110,9 +95,10 @@ def backward(
     `branch_backward_inputs`."""
     d_gates = gates.new_empty(gates.shape)
     delta, gated = (gates.new_empty(3, *gates.shape[:3], dtype=torch.float32) for _ in range(2))
-    grid, args = arguments(outs, gates, BACKWARD_ROWS)
-    args |= dict(zip(("lse_cmp", "lse_sel", "lse_win"), lses, strict=True))
-    launcher(nsa_combine_bwd, grid)(d_out=d_out, d_gates=d_gates, delta=delta, gated=gated, **args)
+    args = arguments(outs, gates, BACKWARD_ROWS)
+    launcher(nsa_combine_bwd, (cdiv(args["ROWS"], BACKWARD_ROWS),))(
+        lses=tuple(lses), d_out=d_out, d_gates=d_gates, delta=delta, gated=gated, **args
+    )
     return d_gates, gated, delta
 
 
@@ -132,6 +118,6 @@ def backward_inputs(
     log, delta = torch.empty_like(lse), torch.empty_like(lse)
     launcher(nsa_bwd_preprocess, (cdiv(delta.numel(), BLOCK_ROWS),))(
         out, d_out, lse, d_lse, log, delta, delta.numel(),
-        E=E, BLOCK_E=launch.padded(E), BLOCK_M=BLOCK_ROWS, D_LSE=d_lse is not None,
+        F=Settings(E, launch.padded(E), BLOCK_ROWS, d_lse is not None),
     )  # fmt: skip
     return BackwardInputs(d_out, log, delta)

@@ -37,7 +37,6 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 # what a launch of few tokens does not take by itself
 ON_A_HOPPER = {
     "flash_sm90": True,
-    "softmax_mass_sm90": True,
     "union_sm90": True,
     "union": launch.UnionRule(4, 1.6, least=0),
 }
@@ -239,7 +238,7 @@ def means(dtype, heads, l=32, d=16, tokens=256):
 
 
 def rank(dtype, heads, importance="probs", **settings):
-    """The selection; by probabilities as a Hopper does it."""
+    """The selection."""
     H, K, D = heads
     settings = {
         "compress_block_size": 32, "compress_block_sliding_stride": 16, "selection_block_size": 64,
@@ -248,12 +247,11 @@ def rank(dtype, heads, importance="probs", **settings):
     }  # fmt: skip
     W = 320 // settings["compress_block_sliding_stride"]
     q, ck = torch.zeros(1, 320, H, D).to(dtype), torch.zeros(1, W, K, D).to(dtype)
-    with launch.using({"softmax_mass_sm90": True}):
-        triton_backend.select_blocks(
-            q, ck, mem_k=None, lse=torch.zeros(1, 320, H), importance=importance, scale=None,
-            interpolated_importance_score=False, query_heads_share_selected_kv=True, seq_len=320,
-            q_offset=0, **settings,
-        )  # fmt: skip
+    triton_backend.select_blocks(
+        q, ck, mem_k=None, lse=torch.zeros(1, 320, H), importance=importance, scale=None,
+        interpolated_importance_score=False, query_heads_share_selected_kv=True, seq_len=320,
+        q_offset=0, **settings,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
@@ -324,7 +322,7 @@ if __name__ == "__main__":
         layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", soft_cap=2.0, sinks=True)
     if not some or "union" in some:
         for dtype, width in ((torch.bfloat16, 128), (torch.float16, 64)):
-            with launch.using(ON_A_HOPPER | {"flash_sm90": None, "softmax_mass_sm90": None}):
+            with launch.using(ON_A_HOPPER | {"flash_sm90": None}):
                 layer(dtype, (16, 1, width, width), S=192, selection_block_size=64)
                 for stride in (1, 4):  # dk and dv with dq, and without
                     layer(

@@ -1,6 +1,7 @@
 """Norms of keys, for the row bound: |scale q . k| <= |scale| |q| |k|. A kernel subtracts a small
 bound in place of the running maximum, and skips the rescaling; see `primitives.measured_from`."""
 
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -9,12 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .launch import cdiv, strides
+from .launch import cdiv, strided
 from .precompile import launcher
 from .primitives import grid_position, load_rows
 
 # keys of a program
-BLOCK_N = 128
+BLOCK_N = tl.constexpr(128)
+Settings = namedtuple("Settings", "D BLOCK_D FLIPPED")
 
 # dtypes that use the row bound: float16 would round probabilities to too few bits, and float32
 # logits
@@ -25,29 +27,27 @@ MAX_KEYS_PER_QUERY = 4
 
 
 @triton.jit
-def raise_norm(k, norms, n, N, line, K, k_b, k_n, k_h, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def raise_norm(k, norms, n, N, line, K, F: tl.constexpr):
     """Raise a line's norm to the largest norm of keys n. The maximum is of the float32 bits, which
     have the order of the floats where these are not negative."""
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
-    rows = load_rows(k + b * k_b + h * k_h, n.to(tl.int64) * k_n, D, BLOCK_D, n < N).to(tl.float32)
+    base = k.ptr + b * k.b + h * k.h
+    rows = load_rows(base, n.to(tl.int64) * k.n, F.D, F.BLOCK_D, n < N).to(tl.float32)
     longest = tl.sqrt(tl.max(tl.sum(rows * rows, 1), 0))
     tl.atomic_max(norms + line, longest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["N", "W", "lines", "tiles"])
-def nsa_key_norms(
-    k, ck, norms, N, W, lines, tiles, K, k_b, k_n, k_h, ck_b, ck_n, ck_h,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, FLIPPED: tl.constexpr,
-):  # fmt: skip
+def nsa_key_norms(k, ck, norms, N, W, lines, tiles, K, F: tl.constexpr):
     """One program: BLOCK_N of the N keys of one row and head, or of the W compressed keys, which
-    begin with their own tile."""
-    tile, line, _tiles, _lines = grid_position(FLIPPED)
+    begin with their own tile. It raises their norm in `norms`."""
+    tile, line, _tiles, _lines = grid_position(F.FLIPPED)
     if tile < tiles:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        raise_norm(k, norms, n, N, line, K, k_b, k_n, k_h, D, BLOCK_D)
+        raise_norm(k, norms, n, N, line, K, F)
     else:
         n = (tile - tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-        raise_norm(ck, norms + lines, n, W, line, K, ck_b, ck_n, ck_h, D, BLOCK_D)
+        raise_norm(ck, norms + lines, n, W, line, K, F)
 
 
 def key_norms(q: Tensor, k: Tensor, ck: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -59,13 +59,12 @@ def key_norms(q: Tensor, k: Tensor, ck: Tensor | None = None) -> tuple[Tensor | 
         return None, None
     norms = k.new_zeros(2, B, K, dtype=torch.float32)
     W = 0 if ck is None else ck.shape[1]
-    tiles = cdiv(N, BLOCK_N)
-    grid, flipped = launch.grid(tiles + cdiv(W, BLOCK_N), B * K)
+    tiles = cdiv(N, BLOCK_N.value)
+    grid, flipped = launch.grid(tiles + cdiv(W, BLOCK_N.value), B * K)
     if B * K * (N + W):
         launcher(nsa_key_norms, grid)(
-            k, k if ck is None else ck, norms.view(torch.int32), N, W, B * K, tiles, K,
-            **strides("k", k, "bnh"), **strides("ck", ck, "bnh"), D=D, BLOCK_D=launch.padded(D),
-            BLOCK_N=BLOCK_N, FLIPPED=flipped,
+            strided(k), strided(k if ck is None else ck), norms.view(torch.int32), N, W, B * K,
+            tiles, K, F=Settings(D, launch.padded(D), flipped),
         )  # fmt: skip
     return norms[0], None if ck is None else norms[1]
 

@@ -108,10 +108,10 @@ def capability(device: int) -> tuple[int, int]:
 
 
 def architecture() -> Architecture:
-    """The tables of the current GPU."""
+    """The tables of the current GPU. It calls no cached function: torch.compile may trace it."""
     if not torch.cuda.is_available():
         return ELSEWHERE
-    return ARCHITECTURES.get(capability(torch.cuda.current_device()), ELSEWHERE)
+    return ARCHITECTURES.get(torch.cuda.get_device_capability(), ELSEWHERE)
 
 
 def tuning() -> tuple[Any, ...]:
@@ -130,16 +130,23 @@ class Layout(NamedTuple):
     is_aligned: bool
 
 
+class Plan(NamedTuple):
+    """A launch as plain data: its grid, and the arguments that follow from layouts and settings."""
+
+    grid: tuple[int, ...]
+    args: dict[str, Any]
+
+
 def layout(t: Tensor) -> Layout:
     return Layout(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16 == 0)
 
 
 def row(table: dict[int, Any], size: int) -> Any:
     """The first row of a table whose limit is at least `size`."""
-    return next(found for limit, found in table.items() if size <= limit)
+    return next(value for limit, value in table.items() if size <= limit)
 
 
-def for_groups(kernel: str, groups: int, tile: TileConfig) -> TileConfig:
+def fit_head_group(kernel: str, groups: int, tile: TileConfig) -> TileConfig:
     """The tile config of `kernel`: at least one token with all heads of its group. A tile that
     grows to hold them has fewer keys."""
     least = next_power_of_2(groups)
@@ -163,7 +170,7 @@ def flash_tile(
         tile = tables.few_heads[kernel]
     if dtype == torch.float32:
         tile = tables.float32_tile("flash", width)
-    return for_groups(kernel, groups, tile)
+    return fit_head_group(kernel, groups, tile)
 
 
 def wide(*tensors: Tensor) -> bool:
@@ -235,7 +242,7 @@ def key_major_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> 
     tile = tiles.get(f"one.{kernel}" if groups == 1 else kernel, tiles[kernel])
     if dtype == torch.float32:
         tile = architecture().float32_tile("key_major", width)
-    return for_groups(f"key_major.{kernel}", groups, tile)
+    return fit_head_group(f"key_major.{kernel}", groups, tile)
 
 
 def holds_block(s: int, k: Tensor, v: Tensor) -> bool:
@@ -344,11 +351,6 @@ class KVRange:
             self.starts is not None, self.documents is not None, self.soft_cap is not None,
         )  # fmt: skip
 
-    @property
-    def wide(self) -> bool:
-        """Whether the range reaches beyond a window around the query."""
-        return self.facts.wide
-
 
 def bounds(documents: Documents | None) -> dict[str, Any]:
     """Kernel arguments of the document bounds."""
@@ -389,6 +391,12 @@ def cap(soft_cap: float | None, *, in_log2: bool = True) -> dict[str, Any]:
 def strided(t: Tensor) -> Strided:
     """t [B N H D] as one kernel argument."""
     return Strided(t, *t.stride()[:3])
+
+
+def head_strided(t: Tensor) -> Strided:
+    """t [b h n d] as one kernel argument."""
+    b, h, n, _ = t.stride()
+    return Strided(t, b, n, h)
 
 
 def strides(name: str, t: Tensor | None, axes: str) -> dict[str, int]:

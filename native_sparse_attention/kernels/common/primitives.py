@@ -23,6 +23,8 @@ LARGEST_BOUND = tl.constexpr(48.0)
 # a tensor as one kernel argument: its pointer, and the strides of sequences or pages, of positions
 # and of heads. Triton binds a named tuple in less time than flat arguments
 Strided = namedtuple("Strided", "ptr b n h")
+# gates [B T H 3] and their strides
+Gates = namedtuple("Gates", "ptr b t h branch")
 
 
 @triton.jit

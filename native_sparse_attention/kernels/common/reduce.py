@@ -4,7 +4,6 @@ different numbers of keys."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -18,18 +17,23 @@ from .precompile import launcher
 Partials = tuple[Tensor, Tensor]
 
 # elements of a program; partials that are loaded at once
-BLOCK, AHEAD = 1024, 4
+BLOCK, AHEAD = tl.constexpr(1024), tl.constexpr(4)
 # inputs of different lengths in one launch
 MAX_INPUTS = 3
 
 
 @triton.jit
-def sum_partials(acc, partials, count, size, b, B, x, AHEAD: tl.constexpr):
-    """acc plus elements x of row b of `count` partials, each of `size` elements a row."""
-    for split in tl.range(0, count, loop_unroll_factor=AHEAD):
-        row = (split * B + b).to(tl.int64)
-        acc += tl.load(partials + row * size + x, mask=x < size, other=0.0)
-    return acc
+def sum_partials(out, partials, counts, lengths, B, N, n, b, x, width):
+    """Write elements x of the first n keys of row b of `out`, `width` a key: sums of all partials,
+    input by input."""
+    acc = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(3):
+        size = lengths[i].to(tl.int64) * width
+        for split in tl.range(0, counts[i], loop_unroll_factor=AHEAD):
+            row = (split * B + b).to(tl.int64)
+            acc += tl.load(partials[i] + row * size + x, mask=x < size, other=0.0)
+    rows = out + b.to(tl.int64) * N * width
+    tl.store(rows + x, acc.to(out.dtype.element_ty), mask=x < n.to(tl.int64) * width)
 
 
 LENGTHS = ["B", "N", "n", "tiles", "count_0", "count_1", "count_2", "n_0", "n_1", "n_2"]
@@ -37,26 +41,18 @@ LENGTHS = ["B", "N", "n", "tiles", "count_0", "count_1", "count_2", "n_0", "n_1"
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_reduce_partials(
-    dk, dv, dk_0, dv_0, dk_1, dv_1, dk_2, dv_2, count_0, count_1, count_2, n_0, n_1, n_2,
-    B, N, n, tiles, width_k, width_v, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    dk, dv, partial_dk, partial_dv, count_0, count_1, count_2, n_0, n_1, n_2, B, N, n, tiles,
+    width_k, width_v,
 ):  # fmt: skip
     """One program: some elements of the first n keys of a row of dk, or of dv, [N K D]: the sum of
-    all partials. The output may alias the first partial."""
+    all partials of three inputs. The output may alias the first partial."""
     b, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     x = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros([BLOCK], tl.float32)
+    counts, lengths = (count_0, count_1, count_2), (n_0, n_1, n_2)
     if tl.program_id(1) == 0:
-        acc = sum_partials(acc, dk_0, count_0, n_0.to(tl.int64) * width_k, b, B, x, AHEAD)
-        acc = sum_partials(acc, dk_1, count_1, n_1.to(tl.int64) * width_k, b, B, x, AHEAD)
-        acc = sum_partials(acc, dk_2, count_2, n_2.to(tl.int64) * width_k, b, B, x, AHEAD)
-        row = dk + b.to(tl.int64) * N * width_k
-        tl.store(row + x, acc.to(dk.dtype.element_ty), mask=x < n.to(tl.int64) * width_k)
+        sum_partials(dk, partial_dk, counts, lengths, B, N, n, b, x, width_k)
     else:
-        acc = sum_partials(acc, dv_0, count_0, n_0.to(tl.int64) * width_v, b, B, x, AHEAD)
-        acc = sum_partials(acc, dv_1, count_1, n_1.to(tl.int64) * width_v, b, B, x, AHEAD)
-        acc = sum_partials(acc, dv_2, count_2, n_2.to(tl.int64) * width_v, b, B, x, AHEAD)
-        row = dv + b.to(tl.int64) * N * width_v
-        tl.store(row + x, acc.to(dv.dtype.element_ty), mask=x < n.to(tl.int64) * width_v)
+        sum_partials(dv, partial_dv, counts, lengths, B, N, n, b, x, width_v)
 
 
 def reduce_partials(
@@ -73,16 +69,15 @@ def reduce_partials(
         n = max((partial_dk.shape[2] for partial_dk, _ in inputs[1:]), default=0)
     else:
         dk, dv = (t.new_empty(t.shape, dtype=dtype) for t in (k, v))
-    args: dict[str, Any] = {}
-    for i in range(MAX_INPUTS):
-        # a missing input has no partials
-        partial_dk, partial_dv = inputs[i] if i < len(inputs) else (first_dk[:0], first_dv[:0])
-        args |= {f"dk_{i}": partial_dk, f"dv_{i}": partial_dv}
-        args |= {f"count_{i}": len(partial_dk), f"n_{i}": partial_dk.shape[2]}
-    tiles = cdiv(n * K * max(D, E), BLOCK)
+    # a missing input has no partials
+    missing = first_dk[:0], first_dv[:0]
+    partials = [*inputs, *[missing] * (MAX_INPUTS - len(inputs))]
+    partial_dk, partial_dv = zip(*partials, strict=True)
+    tiles = cdiv(n * K * max(D, E), BLOCK.value)
     if B * tiles:
         launcher(nsa_reduce_partials, (B * tiles, 2))(
-            dk, dv, **args, B=B, N=N, n=n, tiles=tiles, width_k=K * D, width_v=K * E, BLOCK=BLOCK,
-            AHEAD=AHEAD,
+            dk, dv, partial_dk, partial_dv, *map(len, partial_dk),
+            *(t.shape[2] for t in partial_dk), B=B, N=N, n=n, tiles=tiles, width_k=K * D,
+            width_v=K * E,
         )  # fmt: skip
     return dk, dv

@@ -36,10 +36,10 @@ def warn_of_unknown(version: str) -> None:
     )
 
 
-def available(q: Tensor) -> bool:
-    """Whether this GPU and this Triton can run `_sm90` kernels. `launch.using({"gluon": True})`
+def available(t: Tensor | launch.Layout) -> bool:
+    """Whether the GPU of t and this Triton can run `_sm90` kernels. `launch.using({"gluon": True})`
     also runs them with an unknown Triton."""
-    if not q.is_cuda or launch.capability(q.device.index) != (9, 0):
+    if t.device.type != "cuda" or launch.capability(t.device.index) != (9, 0):
         return False
     if triton_is_known() or launch.override.get("gluon"):
         return True
@@ -47,10 +47,17 @@ def available(q: Tensor) -> bool:
     return False
 
 
-def box(t: Tensor, shape: list[int]) -> Any:
-    """A TMA descriptor of t with boxes of `shape`, in the shared-memory layout of MMA operands."""
+@functools.cache
+def operand_layout(bits: int, rank: int) -> Any:
+    """The shared-memory layout of MMA operands."""
     from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(128, bits, rank=rank)
+
+
+def box(t: Tensor, shape: list[int]) -> Any:
+    """A TMA descriptor of t with boxes of `shape`, in the layout of MMA operands."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(128, 8 * t.element_size(), rank=t.ndim)
+    layout = operand_layout(8 * t.element_size(), t.ndim)
     return TensorDescriptor(t, list(t.shape), list(t.stride()), shape, layout)

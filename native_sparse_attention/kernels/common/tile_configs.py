@@ -193,23 +193,23 @@ class Architecture:
 
     def float32_tile(self, kind: str, width: int) -> TileConfig:
         """The float32 tile config of "flash", "query_major" or "key_major" kernels."""
-        tiles = next(found for limit, found in self.float32.items() if width <= limit)
+        tiles = next(row for limit, row in self.float32.items() if width <= limit)
         return tiles.get(kind, tiles["flash"])
 
 
-def in_one_stage(table: dict[int, Any]) -> dict[int, Any]:
+def limit_to_one_stage(table: dict[int, Any]) -> dict[int, Any]:
     """The table with one stage per tile config, which takes less shared memory."""
     return {
-        limit: {key: replace(tile, num_stages=1) for key, tile in found.items()}
-        if isinstance(found, dict)
-        else replace(found, num_stages=1)
-        for limit, found in table.items()
+        limit: {key: replace(tile, num_stages=1) for key, tile in value.items()}
+        if isinstance(value, dict)
+        else replace(value, num_stages=1)
+        for limit, value in table.items()
     }
 
 
 BY_WIDTH = {128: PROBS_TILES, 256: NARROW_PROBS_TILES}
 RANKING: tuple[Any, ...] = (LOGITS_TILES, INTERPOLATED_TILES, MAX_TILES, BY_WIDTH)
-WIDE_QUERY_MAJOR = in_one_stage(QUERY_MAJOR)
+WIDE_QUERY_MAJOR = limit_to_one_stage(QUERY_MAJOR)
 HOPPER = Architecture(
     227 * 1024,
     FLASH,
@@ -254,7 +254,7 @@ ELSEWHERE = Architecture(
     {width: dict.fromkeys(FLASH[width], tile) for width, tile in SMALL.items()},
     dict.fromkeys(FEW_HEADS_TILES, TileConfig(32, 64, 4, 1)),
     {
-        128: in_one_stage(QUERY_MAJOR),
+        128: limit_to_one_stage(QUERY_MAJOR),
         256: {
             16: dict.fromkeys(QUERY_MAJOR[16], TileConfig(16, 32, 2, 1)),
             32: dict.fromkeys(QUERY_MAJOR[32], TileConfig(32, 32, 2, 1)),
@@ -268,10 +268,10 @@ ELSEWHERE = Architecture(
         256: {"flash": TileConfig(16, 16, 4, 1)},
     },
     32 * 1024,
-    in_one_stage(LOGITS_TILES),
-    in_one_stage(INTERPOLATED_TILES),
+    limit_to_one_stage(LOGITS_TILES),
+    limit_to_one_stage(INTERPOLATED_TILES),
     {limit: TopkTileConfig(64, 64, 4, 8, 4, 1) for limit in MAX_TILES},
-    dict.fromkeys(BY_WIDTH, in_one_stage(NARROW_PROBS_TILES)),
+    dict.fromkeys(BY_WIDTH, limit_to_one_stage(NARROW_PROBS_TILES)),
 )
 
 # by compute capability

@@ -15,13 +15,11 @@ from torch import Tensor
 from ...config import AttentionConfig
 from ...ops.call import DecodeInputs
 from ..common import launch
-from ..common.primitives import Strided
+from ..common.primitives import Gates, Strided
 
 # argument groups of both kernels. Sequence lengths [B] before the new tokens, `counts` [B] of real
 # new tokens, and the page table with the stride of its rows
 Cache = namedtuple("Cache", "lengths counts page_table t_b")
-# gates [B T H 3] and their strides
-Gates = namedtuple("Gates", "ptr b t h branch")
 # what the programs of a launch exchange: `scores` of windows [B T heads W], `importances`
 # (probabilities) [B T ranks W], `block_indices` [B T ranks n] and a `ranking_tail` of earlier ones,
 # `partial_out` [splits B T H E] and `partial_lse`, `counters` [B K 8] of the grid barriers

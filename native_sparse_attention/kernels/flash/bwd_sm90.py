@@ -36,9 +36,9 @@ from ..common.gluon_sm90 import (
     store_box,
     thread_barrier,
 )
-from ..common.launch import Accumulator, BackwardInputs, KVRange, cdiv
 from ..common.precompile import launcher
 from ..common.primitives import BEHIND, LOCAL_BLOCKS
+from .call import Facts, Rows
 from .fwd_sm90 import (
     ADDED,
     CONSUMERS,
@@ -47,55 +47,19 @@ from .fwd_sm90 import (
     QUERIES,
     ROWS,
     THREADS,
-    Range,
+    arguments,
     blocks_of,
-    boxes,
+    consumer_rows,
+    key_range,
     local_start,
     num_work_tiles,
+    plan,
+    prefix_boxes,
     prefix_range,
-    query_tile_arguments,
-    read_blocks,
-    read_rows,
-    rows_of,
+    produce,
     tile_position,
     visible_range,
-    wait_for_all,
 )
-
-
-@gluon.jit
-def produce_dq(
-    q, d_out, k, v, pk, pv, each, dq, kv_range, K, tiles, B, q_smem, do_smem, dq_smem, k_smem,
-    v_smem, q_bar, dq_bar, full, G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
-    INNER: gl.constexpr, PREFIX: gl.constexpr, ADD: gl.constexpr,
-):  # fmt: skip
-    """The producer warp. With ADD it also loads dq, after the blocks."""
-    BYTES: gl.constexpr = CONSUMERS * ROWS * q.block_shape[3] * 2
-    TOKENS: gl.constexpr = CONSUMERS * ROWS // G
-    done = 0
-    for iteration in range(0, num_work_tiles(tiles * B * K)):
-        tile, b, h = tile_position(iteration, tiles, B, K)
-        local, num_local, begin, num_outer, num_initial = blocks_of(
-            tile, kv_range, TOKENS, KIND, INNER, PREFIX
-        )
-        if iteration > 0:
-            at_named_barrier("sync", QUERIES, THREADS)
-        mbarrier.expect(q_bar.index(0), 2 * BYTES)
-        read_rows(q, q_smem, q_bar.index(0), b, tile * TOKENS, h * G)
-        read_rows(d_out, do_smem, q_bar.index(0), b, tile * TOKENS, h * G)
-        done = read_blocks(
-            k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, num_local, begin,
-            num_outer, num_initial, STAGES, PREFIX,
-        )  # fmt: skip
-        if ADD:
-            if iteration > 0:
-                at_named_barrier("sync", ADDED, THREADS)
-            mbarrier.expect(dq_bar.index(0), BYTES)
-            read_rows(dq, dq_smem, dq_bar.index(0), b, tile * TOKENS, h * G)
-    at_named_barrier("sync", QUERIES, THREADS)
-    if ADD:
-        at_named_barrier("sync", ADDED, THREADS)
-    wait_for_all(done, STAGES)
 
 
 @gluon.jit
@@ -137,33 +101,28 @@ def process_blocks(
 
 
 @gluon.jit
-def load_lse_delta(
-    i, iteration, tiles, B, lse, delta, inner_lse, inner_delta, start, T, K: gl.constexpr,
-    CONSUMER: gl.constexpr, G: gl.constexpr, INNER: gl.constexpr,
-):  # fmt: skip
+def load_lse_delta(i, iteration, tiles, B, rows, start, T, CONSUMER: gl.constexpr, F: gl.constexpr):
     """lse and delta of a consumer's rows i of a work tile; with INNER of both softmaxes."""
-    tile, b, h = tile_position(iteration, tiles, B, K)
-    _, _, row, real = rows_of(i, tile, b, h, start, T, K, CONSUMER, G)
+    tile, b, h = tile_position(iteration, tiles, B, F.K)
+    _, _, row, real = consumer_rows(i, tile, b, h, start, T, F.K, CONSUMER, F.G)
     real = real & (tile >= 0)  # there may be no next work tile
-    lse_row = gl.load(lse + row, mask=real, other=0.0)
-    delta_row = gl.load(delta + row, mask=real, other=0.0)
+    lse_row = gl.load(rows.lse + row, mask=real, other=0.0)
+    delta_row = gl.load(rows.delta + row, mask=real, other=0.0)
     other_lse, other_delta = lse_row, delta_row
-    if INNER:
-        other_lse = gl.load(inner_lse + row, mask=real, other=0.0)
-        other_delta = gl.load(inner_delta + row, mask=real, other=0.0)
+    if F.INNER:
+        other_lse = gl.load(rows.inner_lse + row, mask=real, other=0.0)
+        other_delta = gl.load(rows.inner_delta + row, mask=real, other=0.0)
     return lse_row, delta_row, other_lse, other_delta
 
 
 @gluon.jit
 def consume_dq(
-    dq, lse, delta, inner_lse, inner_delta, kv_range, K, scale, tiles, B, q_smem, do_smem, dq_smem,
-    k_smem, v_smem, q_bar, dq_bar, full, CONSUMER: gl.constexpr, G: gl.constexpr,
-    STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr,
-    GATED: gl.constexpr, ADD: gl.constexpr,
+    dq, rows, kv_range, scale, tiles, B, q_smem, do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar,
+    full, CONSUMER: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """One consumer warpgroup."""
     D: gl.constexpr = k_smem.shape[4]
-    TOKENS: gl.constexpr = ROWS // G
+    TOKENS: gl.constexpr = ROWS // F.G
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
@@ -171,16 +130,16 @@ def consume_dq(
     i, scale_log2 = gl.arange(0, ROWS, ROW), scale * 1.4426950408889634
     done = 0
     next_lse, next_delta, next_other_lse, next_other_delta = load_lse_delta(
-        i, 0, tiles, B, lse, delta, inner_lse, inner_delta, start, T, K, CONSUMER, G, INNER
+        i, 0, tiles, B, rows, start, T, CONSUMER, F
     )
-    for iteration in range(0, num_work_tiles(tiles * B * K)):
-        tile, b, h = tile_position(iteration, tiles, B, K)
+    for iteration in range(0, num_work_tiles(tiles * B * F.K)):
+        tile, b, h = tile_position(iteration, tiles, B, F.K)
         local, num_local, begin, num_outer, num_initial = blocks_of(
-            tile, kv_range, CONSUMERS * TOKENS, KIND, INNER, PREFIX
+            tile, kv_range, CONSUMERS * TOKENS, F
         )
-        token, position, _, _ = rows_of(i, tile, b, h, start, T, K, CONSUMER, G)
+        token, position, _, _ = consumer_rows(i, tile, b, h, start, T, F.K, CONSUMER, F.G)
         p0, p1 = start + token, start + token + TOKENS - 1
-        lo, hi, all_lo, all_hi = visible_range(position, p0, p1, kv_range, KIND)
+        lo, hi, all_lo, all_hi = visible_range(position, p0, p1, kv_range, F.KIND)
         lse_row, delta_row = next_lse, next_delta
         other_lse, other_delta = next_other_lse, next_other_delta
         mbarrier.wait(q_bar.index(0), iteration & 1)
@@ -190,21 +149,20 @@ def consume_dq(
         at_named_barrier("arrive", QUERIES, THREADS)
         # prefetch for the next work tile
         next_lse, next_delta, next_other_lse, next_other_delta = load_lse_delta(
-            i, iteration + 1, tiles, B, lse, delta, inner_lse, inner_delta, start, T, K, CONSUMER,
-            G, INNER,
-        )  # fmt: skip
+            i, iteration + 1, tiles, B, rows, start, T, CONSUMER, F
+        )
         tma.store_wait(0)  # the previous work tile's dq is written
-        if ADD:  # noqa: SIM102
+        if F.ADD:  # noqa: SIM102
             if iteration > 0:
                 at_named_barrier("arrive", ADDED, THREADS)
         acc = gl.zeros([ROWS, D], gl.float32, ACC)
         hi_before, all_before = hi, all_hi
-        if INNER:
+        if F.INNER:
             # the window contains the local keys
             done, acc = process_blocks(
                 q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, other_lse,
                 other_delta, local, num_local, lo, hi, local_start(position, kv_range), all_lo,
-                all_hi, scale_log2, STAGES, True, GATED,
+                all_hi, scale_log2, F.STAGES, True, F.GATED,
             )  # fmt: skip
             # the first local block's keys before the local range are already processed
             at = local_start(start + tile * (CONSUMERS * TOKENS), kv_range)
@@ -212,76 +170,71 @@ def consume_dq(
             hi_before, all_before = gl.minimum(hi, at), gl.minimum(all_hi, at)
         done, acc = process_blocks(
             q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, lse_row, delta_row,
-            begin, num_outer, lo, hi_before, lo, all_lo, all_before, scale_log2, STAGES, False,
-            GATED,
+            begin, num_outer, lo, hi_before, lo, all_lo, all_before, scale_log2, F.STAGES, False,
+            F.GATED,
         )  # fmt: skip
-        if INNER:
+        if F.INNER:
             floor = kv_range.inner_floor
             done, acc = process_blocks(
                 q, d_out, k_smem, v_smem, full, done, acc, other_lse, other_delta, lse_row,
                 delta_row, 0, num_initial, lo * 0, gl.minimum(position + 1, floor), lo, 0,
-                gl.minimum(p0 + 1, floor), scale_log2, STAGES, False, GATED,
+                gl.minimum(p0 + 1, floor), scale_log2, F.STAGES, False, F.GATED,
             )  # fmt: skip
-        if PREFIX:
-            prefix_hi, prefix_all_hi = prefix_range(position, p0, kv_range.P, KIND)
+        if F.PREFIX:
+            prefix_hi, prefix_all_hi = prefix_range(position, p0, kv_range.P, F.KIND)
             done, acc = process_blocks(
                 q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, lse_row, delta_row,
-                0, num_initial, lo * 0, prefix_hi, lo, 0, prefix_all_hi, scale_log2, STAGES, False,
-                GATED,
+                0, num_initial, lo * 0, prefix_hi, lo, 0, prefix_all_hi, scale_log2, F.STAGES,
+                False, F.GATED,
             )  # fmt: skip
         smem = dq_smem.index(CONSUMER)
         acc = acc * scale
-        if ADD:
+        if F.ADD:
             mbarrier.wait(dq_bar.index(0), iteration & 1)
             acc += smem.reshape([ROWS, D]).load(ACC).to(gl.float32)
         smem.reshape([ROWS, D]).store(acc.to(dq_smem.dtype))
         fence_async_shared()
-        store_box(dq, [b, token, h * G, 0], smem)
+        store_box(dq, [b, token, h * F.G, 0], smem)
     tma.store_wait(0)
-    if ADD:
+    if F.ADD:
         at_named_barrier("arrive", ADDED, THREADS)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def nsa_flash_dq_sm90(
-    q, k, v, d_out, dq, lse, delta, inner_lse, inner_delta, start, T, N, floor, reach, inner_floor,
-    inner_reach, pk, pv, P, each, scale, tiles, B, stride: gl.constexpr,
-    inner_stride: gl.constexpr, K: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, GATED: gl.constexpr,
-    ADD: gl.constexpr, REGISTERS: gl.constexpr,
+    q, k, v, pk, pv, d_out, dq, rows, kv_range, start, T, N, P, each, scale, tiles, B,
+    F: gl.constexpr,
 ):  # fmt: skip
-    """One persistent program per multiprocessor: dq of query tiles of a sequence and KV head. With
-    ADD adds to dq."""
-    kv_range = Range(start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
+    """One persistent program per multiprocessor: dq of query tiles of a sequence and KV head. It
+    reads their `rows` and the keys and values that they see. With ADD adds to dq."""
+    kv_range = key_range(start, T, N, P, kv_range, F)
     q_smem, do_smem = buffers(q, CONSUMERS), buffers(d_out, CONSUMERS)
     dq_smem = buffers(dq, CONSUMERS)
-    k_smem, v_smem = buffers(k, STAGES), buffers(v, STAGES)
-    q_bar, dq_bar, full = barriers(1, 1), barriers(1, 1), barriers(STAGES, 1)
+    k_smem, v_smem = buffers(k, F.STAGES), buffers(v, F.STAGES)
+    q_bar, dq_bar, full = barriers(1, 1), barriers(1, 1), barriers(F.STAGES, 1)
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(
         [
             (consume_dq, (
-                dq, lse, delta, inner_lse, inner_delta, kv_range, K, scale, tiles, B, q_smem,
-                do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar, full, 0, G, STAGES, KIND, INNER,
-                PREFIX, GATED, ADD,
+                dq, rows, kv_range, scale, tiles, B, q_smem, do_smem, dq_smem, k_smem, v_smem,
+                q_bar, dq_bar, full, 0, F,
             )),
             (consume_dq, (
-                dq, lse, delta, inner_lse, inner_delta, kv_range, K, scale, tiles, B, q_smem,
-                do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar, full, 1, G, STAGES, KIND, INNER,
-                PREFIX, GATED, ADD,
+                dq, rows, kv_range, scale, tiles, B, q_smem, do_smem, dq_smem, k_smem, v_smem,
+                q_bar, dq_bar, full, 1, F,
             )),
-            (produce_dq, (
-                q, d_out, k, v, pk, pv, each, dq, kv_range, K, tiles, B, q_smem, do_smem, dq_smem,
-                k_smem, v_smem, q_bar, dq_bar, full, G, STAGES, KIND, INNER, PREFIX, ADD,
+            (produce, (
+                q, d_out, k, v, pk, pv, each, dq, kv_range, tiles, B, q_smem, do_smem, dq_smem,
+                k_smem, v_smem, q_bar, dq_bar, full, F, True,
             )),
         ],
         [4, 1],
-        [REGISTERS, 24],
+        [F.REGISTERS, 24],
     )  # fmt: skip
 
 
-DKV_LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "blocks", "B"]
+DKV_LENGTHS = ["start", "T", "N", "blocks", "B"]
 
 
 @gluon.jit
@@ -294,19 +247,20 @@ def window_end(key, reach, stride, KIND: gl.constexpr):
 
 
 @gluon.jit
-def query_tile_range(n0, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr):
+def query_tile_range(n0, kv_range, F: gl.constexpr):
     """First query tile of this program's split, and its end; first tile whose queries see all keys
     from n0 on (none of them as a local key), and the end of these tiles."""
+    TOKENS: gl.constexpr = ROWS // F.G
     start, T, N, floor = kv_range.start, kv_range.T, kv_range.N, kv_range.floor
     reach, stride = kv_range.reach, kv_range.stride
     last = gl.minimum(n0 + CONSUMERS * KEYS, N) - 1
-    if KIND == BEHIND:
+    if F.KIND == BEHIND:
         first, full = (n0 + 1) * stride, (last + 1) * stride
         end, full_end = 0x7FFFFFFF, 0x7FFFFFFF
     else:
         first, full = n0, last
-        end = window_end(last, reach, stride, KIND)
-        full_end = window_end(n0, reach, stride, KIND)
+        end = window_end(last, reach, stride, F.KIND)
+        full_end = window_end(n0, reach, stride, F.KIND)
     first = gl.maximum(first - start, 0) // TOKENS
     end = gl.cdiv(gl.minimum(gl.maximum(end - start, 0), T), TOKENS)
     split_tiles = gl.cdiv(gl.maximum(end - first, 0), gl.num_programs(1))
@@ -314,7 +268,7 @@ def query_tile_range(n0, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INN
     end = gl.minimum(begin + split_tiles, end)
     full = gl.maximum(gl.cdiv(gl.maximum(full - start, 0), TOKENS), begin)
     full_end = gl.minimum(gl.minimum(gl.maximum(full_end - start, 0), T) // TOKENS, end)
-    if INNER:
+    if F.INNER:
         local_end = window_end(last, kv_range.inner_reach, kv_range.inner_stride, LOCAL_BLOCKS)
         full = gl.maximum(full, gl.cdiv(gl.maximum(local_end - start, 0), TOKENS))
     if n0 < floor:
@@ -325,12 +279,12 @@ def query_tile_range(n0, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INN
 @gluon.jit
 def produce_dkv(
     q, d_out, k, v, rows, T, n0, b, h, begin, end, k_smem, v_smem, q_smem, do_smem, rows_smem,
-    kv_bar, full, K, G: gl.constexpr, STAGES: gl.constexpr, INNER: gl.constexpr,
+    kv_bar, full, F: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp. `rows` holds lse and delta, with INNER those of both softmaxes."""
+    """The producer warp. With INNER it loads lse and delta of both softmaxes."""
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     D: gl.constexpr = q.block_shape[3]
-    TOKENS: gl.constexpr = ROWS // G
+    TOKENS: gl.constexpr = ROWS // F.G
     row = gl.arange(0, ROWS, LANES)
     mbarrier.expect(kv_bar.index(0), CONSUMERS * KEYS * D * 4)
     for consumer in gl.static_range(CONSUMERS):
@@ -339,53 +293,42 @@ def produce_dkv(
         load_box(v, at, kv_bar.index(0), v_smem.index(consumer))
     for tile in range(begin, end):
         i = tile - begin
-        slot = i % STAGES
-        if i >= STAGES:
+        slot = i % F.STAGES
+        if i >= F.STAGES:
             at_named_barrier("sync", slot, THREADS)
         bar = full.index(slot)
         mbarrier.expect(bar, ROWS * D * 4)
-        at = [b, tile * TOKENS, h * G, 0]
+        at = [b, tile * TOKENS, h * F.G, 0]
         load_box(q, at, bar, q_smem.index(slot))
         load_box(d_out, at, bar, do_smem.index(slot))
         # padding rows load the last token's finite lse and delta; they see no key
-        token = gl.minimum(tile * TOKENS + row // G, T - 1)
-        of_row = (b * T + token).to(gl.int64) * (K * G) + h * G + row % G
-        for which in gl.static_range(4 if INNER else 2):
-            there = rows_smem.index(slot * 4 + which)
-            load_elements(there, rows[which] + of_row)
+        token = gl.minimum(tile * TOKENS + row // F.G, T - 1)
+        row_offset = (b * T + token).to(gl.int64) * (F.K * F.G) + h * F.G + row % F.G
+        for index in gl.static_range(4 if F.INNER else 2):
+            slot_rows = rows_smem.index(slot * 4 + index)
+            load_elements(slot_rows, rows[index + 1] + row_offset)
         async_copy.mbarrier_arrive(bar, increment_count=False)
     # complete every barrier before the warp exits
-    for i in range(gl.maximum(end - begin - STAGES, 0), gl.maximum(end - begin, 0)):
-        at_named_barrier("sync", i % STAGES, THREADS)
+    for i in range(gl.maximum(end - begin - F.STAGES, 0), gl.maximum(end - begin, 0)):
+        at_named_barrier("sync", i % F.STAGES, THREADS)
 
 
 @gluon.jit
-def visible_positions(n, kv_range, KIND: gl.constexpr, INNER: gl.constexpr):
+def visible_positions(n, kv_range, F: gl.constexpr):
     """First position that sees each key, and the end of these positions; the end of the positions
     that see it as a local key."""
-    start, T, floor, reach, stride = (
-        kv_range.start,
-        kv_range.T,
-        kv_range.floor,
-        kv_range.reach,
-        kv_range.stride,
-    )
-    if KIND == BEHIND:
+    start, T, stride = kv_range.start, kv_range.T, kv_range.stride
+    if F.KIND == BEHIND:
         first, end = (n + 1) * stride, n * 0 + (start + T)
     else:
         # compared first: another order compiles to other instructions
-        is_before = n < floor
-        end = gl.minimum(window_end(n, reach, stride, KIND), start + T)
+        is_before = n < kv_range.floor
+        end = gl.minimum(window_end(n, kv_range.reach, stride, F.KIND), start + T)
         first, end = n, gl.where(is_before, 0, end)
     local_end = end
-    if INNER:
-        inner_floor, inner_reach, inner_stride = (
-            kv_range.inner_floor,
-            kv_range.inner_reach,
-            kv_range.inner_stride,
-        )
-        local_end = window_end(n, inner_reach, inner_stride, LOCAL_BLOCKS)
-        local_end = gl.where(n < inner_floor, 0, local_end)
+    if F.INNER:
+        local_end = window_end(n, kv_range.inner_reach, kv_range.inner_stride, LOCAL_BLOCKS)
+        local_end = gl.where(n < kv_range.inner_floor, 0, local_end)
     return first, end, local_end
 
 
@@ -431,13 +374,12 @@ def accumulate(
 
 @gluon.jit
 def consume_dkv(
-    dk, dv, n0, b, B, h, K, tiles, kv_range, scale, k_smem, v_smem, q_smem, do_smem, rows_smem,
-    kv_bar, full, CONSUMER: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, INNER: gl.constexpr, GATED: gl.constexpr,
+    dk, dv, n0, b, B, h, tiles, kv_range, scale, k_smem, v_smem, q_smem, do_smem, rows_smem, kv_bar,
+    full, CONSUMER: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """One consumer warpgroup."""
     D: gl.constexpr = q_smem.shape[4]
-    TOKENS: gl.constexpr = ROWS // G
+    TOKENS: gl.constexpr = ROWS // F.G
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     HALF: gl.constexpr = ROWS // 2
     begin, end, full_tile, full_end = tiles
@@ -447,16 +389,16 @@ def consume_dkv(
     k_tile = k_smem.index(CONSUMER).reshape([KEYS, D])
     v_tile = v_smem.index(CONSUMER).reshape([KEYS, D])
     key = n0 + CONSUMER * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
-    bounds = visible_positions(key, kv_range, KIND, INNER)
+    bounds = visible_positions(key, kv_range, F)
     start, N = kv_range.start, kv_range.N
     middle = begin
     mbarrier.wait(kv_bar.index(0), 0)
-    if INNER:
+    if F.INNER:
         # two softmaxes: half a query tile at a time, for lack of registers
         middle = gl.minimum(full_tile, end)
         for tile in range(begin, middle):
-            slot = (tile - begin) % STAGES
-            mbarrier.wait(full.index(slot), ((tile - begin) // STAGES) & 1)
+            slot = (tile - begin) % F.STAGES
+            mbarrier.wait(full.index(slot), ((tile - begin) // F.STAGES) & 1)
             q_tile = q_smem.index(slot).reshape([ROWS, D])
             do_tile = do_smem.index(slot).reshape([ROWS, D])
             for half in gl.static_range(2):
@@ -464,21 +406,21 @@ def consume_dkv(
                     k_tile, v_tile, q_tile.slice(half * HALF, HALF, 0),
                     do_tile.slice(half * HALF, HALF, 0), dk_acc, dv_acc,
                     rows_smem, slot, half * HALF, start + tile * TOKENS, bounds, True, scale_log2,
-                    G, True, GATED,
+                    F.G, True, F.GATED,
                 )  # fmt: skip
             at_named_barrier("arrive", slot, THREADS)
     for tile in range(middle, end):
-        slot = (tile - begin) % STAGES
-        mbarrier.wait(full.index(slot), ((tile - begin) // STAGES) & 1)
+        slot = (tile - begin) % F.STAGES
+        mbarrier.wait(full.index(slot), ((tile - begin) // F.STAGES) & 1)
         q_tile = q_smem.index(slot).reshape([ROWS, D])
         do_tile = do_smem.index(slot).reshape([ROWS, D])
         masked = (tile < full_tile) | (tile >= full_end)
         dk_acc, dv_acc = accumulate(
             k_tile, v_tile, q_tile, do_tile, dk_acc, dv_acc, rows_smem, slot, 0,
-            start + tile * TOKENS, bounds, masked, scale_log2, G, False, GATED,
+            start + tile * TOKENS, bounds, masked, scale_log2, F.G, False, F.GATED,
         )  # fmt: skip
         at_named_barrier("arrive", slot, THREADS)
-    entry = ((gl.program_id(1) * B + b) * N + key).to(gl.int64) * K + h
+    entry = ((gl.program_id(1) * B + b) * N + key).to(gl.int64) * F.K + h
     at = entry[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, ACC))[None]
     gl.store(dk + at, dk_acc * scale, mask=(key < N)[:, None])
     gl.store(dv + at, dv_acc, mask=(key < N)[:, None])
@@ -486,101 +428,75 @@ def consume_dkv(
 
 @gluon.jit(do_not_specialize=DKV_LENGTHS)
 def nsa_flash_dkv_sm90(
-    q, k, v, d_out, lse, delta, inner_lse, inner_delta, dk, dv, start, T, N, floor, reach,
-    inner_floor, inner_reach, scale, B, blocks, stride: gl.constexpr, inner_stride: gl.constexpr,
-    K: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
-    GATED: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """One program owns a block of keys and one split (axis 1) of the queries that see it. It writes
-    partial dk and dv, [splits, B, N, K, D]."""
-    kv_range = Range(
-        start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, None
-    )
-    rows = (lse, delta, inner_lse, inner_delta)
+    q, k, v, d_out, dk, dv, rows, kv_range, start, T, N, scale, blocks, B, F: gl.constexpr
+):
+    """One program owns a block of keys and one split (axis 1) of the queries that see it. It reads
+    their `rows` and writes partial dk and dv, [splits, B, N, K, D]."""
+    kv_range = key_range(start, T, N, 0, kv_range, F)
     n0 = gl.program_id(0) % blocks * (CONSUMERS * KEYS)
-    b, h = gl.program_id(0) // blocks // K, gl.program_id(0) // blocks % K
-    tiles = query_tile_range(n0, kv_range, ROWS // G, KIND, INNER)
+    b, h = gl.program_id(0) // blocks // F.K, gl.program_id(0) // blocks % F.K
+    tiles = query_tile_range(n0, kv_range, F)
     begin, end, _full, _full_end = tiles
     k_smem, v_smem = buffers(k, CONSUMERS), buffers(v, CONSUMERS)
-    q_smem, do_smem = buffers(q, STAGES), buffers(d_out, STAGES)
+    q_smem, do_smem = buffers(q, F.STAGES), buffers(d_out, F.STAGES)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES * 4, ROWS.value], FLAT)
+    rows_smem = gl.allocate_shared_memory(gl.float32, [F.STAGES * 4, ROWS.value], FLAT)
     # 33 arrivals per stage: one for TMA, 32 of the lanes that copy lse and delta
-    kv_bar, full = barriers(1, 1), barriers(STAGES, 33)
+    kv_bar, full = barriers(1, 1), barriers(F.STAGES, 33)
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(
         [
             (consume_dkv, (
-                dk, dv, n0, b, B, h, K, tiles, kv_range, scale, k_smem, v_smem, q_smem, do_smem,
-                rows_smem, kv_bar, full, 0, G, STAGES, KIND, INNER, GATED,
+                dk, dv, n0, b, B, h, tiles, kv_range, scale, k_smem, v_smem, q_smem, do_smem,
+                rows_smem, kv_bar, full, 0, F,
             )),
             (consume_dkv, (
-                dk, dv, n0, b, B, h, K, tiles, kv_range, scale, k_smem, v_smem, q_smem, do_smem,
-                rows_smem, kv_bar, full, 1, G, STAGES, KIND, INNER, GATED,
+                dk, dv, n0, b, B, h, tiles, kv_range, scale, k_smem, v_smem, q_smem, do_smem,
+                rows_smem, kv_bar, full, 1, F,
             )),
             (produce_dkv, (
                 q, d_out, k, v, rows, T, n0, b, h, begin, end, k_smem, v_smem, q_smem, do_smem,
-                rows_smem, kv_bar, full, K, G, STAGES, INNER,
+                rows_smem, kv_bar, full, F,
             )),
         ],
         [4, 1],
-        [REGISTERS, 24],
+        [F.REGISTERS, 24],
     )  # fmt: skip
 
 
 # launches
 
-# the fewest query tiles per split of dk and dv, if the splits fill the GPU
-MIN_SPLIT_TILES = 64
-
 
 def backward_q(
+    call: Facts,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    kv_range: KVRange,
+    start: int,
     scale: float,
-    bwd: BackwardInputs,
-    dq: Accumulator,
-    inner: tuple[KVRange, BackwardInputs] | None,
-    prefix: tuple[Tensor, Tensor] | None = None,
+    rows: Rows,
+    dq: Tensor,
+    prefix: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """As `bwd.backward_q`."""
-    within, of_inner = inner or (None, bwd)
-    grid, args = query_tile_arguments(q, k, v, kv_range, within, prefix, "dq")
-    shape, into = args["q"].block_shape, dq.arguments()
-    launcher(nsa_flash_dq_sm90, grid)(
-        d_out=sm90.box(bwd.d_out, shape), dq=sm90.box(into["dq"], shape), ADD=into["ADD"],
-        lse=bwd.lse, delta=bwd.delta, inner_lse=of_inner.lse,
-        inner_delta=of_inner.delta, scale=scale, GATED=bwd.gated, **args,
-    )  # fmt: skip
+    """As `bwd.backward_q`, of queries from position `start` on."""
+    at = plan("dq", call, launch.tuning())
+    args = arguments(at, q, k, v, start)
+    d_out, dq_box = (sm90.box(t, args["q"].block_shape) for t in (rows.d_out, dq))
+    launcher(nsa_flash_dq_sm90, at.grid)(
+        **args, **prefix_boxes(args, prefix), d_out=d_out, dq=dq_box, rows=rows, scale=scale
+    )
 
 
 def backward_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_range: KVRange,
-    scale: float,
-    bwd: BackwardInputs,
-    inner: tuple[KVRange, BackwardInputs] | None,
+    call: Facts, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, rows: Rows
 ) -> tuple[Tensor, Tensor]:
-    """As `bwd.backward_kv`."""
-    (B, T), (N, K, D) = q.shape[:2], k.shape[1:]
-    within, of_inner = inner or (None, bwd)
-    args = boxes(q, k, v, kv_range, within, "dkv")
-    blocks = cdiv(N, 2 * KEYS.value)
-    visible_positions = T if kv_range.wide else min(T, kv_range.reach + 2 * KEYS.value)
-    tiles = cdiv(visible_positions, ROWS.value // args["G"])
-    splits = launch.query_splits(blocks * B * K, tiles, kv_range.wide)
-    if kv_range.wide:
-        fill = launch.query_splits(blocks * B * K, tiles, False)
-        splits = max(min(splits, tiles // MIN_SPLIT_TILES), fill)
-    dk, dv = (t.new_empty(splits, B, N, K, D, dtype=torch.float32) for t in (k, v))
-    launcher(nsa_flash_dkv_sm90, (blocks * B * K, splits))(
-        d_out=sm90.box(bwd.d_out, args["q"].block_shape), lse=bwd.lse,
-        delta=bwd.delta, inner_lse=of_inner.lse, inner_delta=of_inner.delta, dk=dk, dv=dv,
-        B=B, blocks=blocks, scale=scale, GATED=bwd.gated, **args,
+    """As `bwd.backward_kv`, of queries from position `start` on."""
+    at = plan("dkv", call, launch.tuning())
+    args = arguments(at, q, k, v, start)
+    dk, dv = (t.new_empty(at.grid[1], *t.shape, dtype=torch.float32) for t in (k, v))
+    launcher(nsa_flash_dkv_sm90, at.grid)(
+        **args, d_out=sm90.box(rows.d_out, args["q"].block_shape), rows=rows, dk=dk, dv=dv,
+        scale=scale,
     )  # fmt: skip
     return dk, dv

@@ -12,6 +12,7 @@ alone, the initial blocks are the prefix.
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
 from typing import Any
 
@@ -35,10 +36,10 @@ from ..common.gluon_sm90 import (
     store_box,
     thread_barrier,
 )
-from ..common.launch import LOG2_E, KVRange
+from ..common.launch import LOG2_E, Plan, cdiv
 from ..common.precompile import launcher
 from ..common.primitives import BEHIND, LARGEST_BOUND, LOCAL_BLOCKS
-from .support import prefix_rows, query_tiles
+from .call import Facts, query_tiles
 
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a consumer
@@ -50,10 +51,28 @@ QUERIES = gl.constexpr(7)
 ADDED = gl.constexpr(6)
 
 # the KV range of a launch, and the keys of its prefix
-Range = namedtuple("Range", "start T N floor reach stride inner_floor inner_reach inner_stride P")
+KeyRange = namedtuple(
+    "KeyRange", "start T N P floor reach stride inner_floor inner_reach inner_stride"
+)
+# out and lse [B T H ..] of the local blocks as well, and norms [B K] of the keys
+Rows = namedtuple("Rows", "lse inner_lse norms")
+# compile-time settings of the three kernels
+Settings = namedtuple(
+    "Settings",
+    "K G STAGES KIND STRIDE INNER INNER_STRIDE PREFIX BOUNDED GATED ADD REGISTERS",
+)
 
 # one compiled kernel for all lengths
-LENGTHS = ["start", "T", "N", "floor", "reach", "inner_floor", "inner_reach", "tiles", "B", "each"]
+LENGTHS = ["start", "T", "N", "P", "tiles", "B", "each"]
+
+
+@gluon.jit
+def key_range(start, T, N, P, kv_range, F: gl.constexpr):
+    """All numbers of a launch's KV range."""
+    return KeyRange(
+        start, T, N, P, kv_range.floor, kv_range.reach, F.STRIDE, kv_range.inner_floor,
+        kv_range.inner_reach, F.INNER_STRIDE,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -79,7 +98,7 @@ def tile_position(i, tiles, B, K: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(i, tile, b, h, start, T, K, CONSUMER: gl.constexpr, G: gl.constexpr):
+def consumer_rows(i, tile, b, h, start, T, K, CONSUMER: gl.constexpr, G: gl.constexpr):
     """First token of a consumer's rows; position of rows i, their offset in [B T H], and whether
     they exist."""
     TOKENS: gl.constexpr = ROWS // G
@@ -101,12 +120,8 @@ def window_start(position, reach, stride, KIND: gl.constexpr):
 @gluon.jit
 def local_start(position, kv_range):
     """The first key of a position's local blocks inside a window."""
-    inner_floor, inner_reach, inner_stride = (
-        kv_range.inner_floor,
-        kv_range.inner_reach,
-        kv_range.inner_stride,
-    )
-    return gl.maximum(window_start(position, inner_reach, inner_stride, LOCAL_BLOCKS), inner_floor)
+    at = window_start(position, kv_range.inner_reach, kv_range.inner_stride, LOCAL_BLOCKS)
+    return gl.maximum(at, kv_range.inner_floor)
 
 
 @gluon.jit
@@ -135,10 +150,7 @@ def prefix_range(position, first, P, KIND: gl.constexpr):
 
 
 @gluon.jit
-def blocks_of(
-    tile, kv_range, TOKENS: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
-    PREFIX: gl.constexpr,
-):  # fmt: skip
+def blocks_of(tile, kv_range, TOKENS: gl.constexpr, F: gl.constexpr):
     """KV blocks that some row of a tile sees: first local block and count, first other block and
     count, and the count of initial or prefix blocks."""
     start, T, N, floor = kv_range.start, kv_range.T, kv_range.N, kv_range.floor
@@ -146,18 +158,18 @@ def blocks_of(
     first = start + tile * TOKENS
     last = start + gl.minimum(tile * TOKENS + TOKENS, T) - 1
     local, num_local, num_initial = first * 0, first * 0, first * 0
-    if KIND == BEHIND:
+    if F.KIND == BEHIND:
         begin, end = first * 0, gl.minimum(last // stride, N)
     else:
-        begin = gl.maximum(window_start(first, reach, stride, KIND), floor)
+        begin = gl.maximum(window_start(first, reach, stride, F.KIND), floor)
         end = gl.minimum(last + 1, N)
-    if INNER:
+    if F.INNER:
         at = local_start(first, kv_range)
         local = at // KEYS
         num_local = gl.where(at < end, gl.cdiv(end, KEYS) - local, 0)
         end = gl.minimum(end, gl.maximum(local_start(last, kv_range), begin))
         num_initial = gl.cdiv(gl.minimum(last + 1, kv_range.inner_floor), KEYS)
-    if PREFIX:
+    if F.PREFIX:
         num_initial = gl.cdiv(kv_range.P, KEYS)
     begin = begin // KEYS
     return local, num_local, begin, gl.maximum(gl.cdiv(end, KEYS) - begin, 0), num_initial
@@ -174,7 +186,7 @@ def read_rows(t, smem, bar, b, token, head):
 @gluon.jit
 def read_blocks(
     k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, num_local, begin, num_outer,
-    num_initial, STAGES: gl.constexpr, PREFIX: gl.constexpr,
+    num_initial, F: gl.constexpr,
 ):  # fmt: skip
     """Load a tile's KV blocks, and those of a prefix (per sequence with `each`), into the stages of
     the ring buffer as consumers release them."""
@@ -183,60 +195,58 @@ def read_blocks(
         block = local + j
         block = gl.where(j >= num_local, begin + j - num_local, block)
         block = gl.where(j >= num_local + num_outer, j - num_local - num_outer, block)
-        slot = done % STAGES
-        if done >= STAGES:
+        slot = done % F.STAGES
+        if done >= F.STAGES:
             at_named_barrier("sync", slot, THREADS)
         bar = full.index(slot)
         mbarrier.expect(bar, BYTES)
-        if PREFIX:
-            there = j >= num_local + num_outer
+        if F.PREFIX:
+            is_prefix = j >= num_local + num_outer
             at = [b * each, block * KEYS, h, 0]
-            load_box(pk, at, bar, k_smem.index(slot), pred=there)
-            load_box(pv, at, bar, v_smem.index(slot), pred=there)
+            load_box(pk, at, bar, k_smem.index(slot), pred=is_prefix)
+            load_box(pv, at, bar, v_smem.index(slot), pred=is_prefix)
         else:
-            there = False
+            is_prefix = False
         at = [b, block * KEYS, h, 0]
-        load_box(k, at, bar, k_smem.index(slot), pred=not there)
-        load_box(v, at, bar, v_smem.index(slot), pred=not there)
+        load_box(k, at, bar, k_smem.index(slot), pred=not is_prefix)
+        load_box(v, at, bar, v_smem.index(slot), pred=not is_prefix)
         done += 1
     return done
 
 
 @gluon.jit
-def wait_for_all(done, STAGES: gl.constexpr):
-    """Wait until the consumers have released all stages, so that every barrier completes."""
-    for i in range(gl.maximum(done - STAGES, 0), done):
-        at_named_barrier("sync", i % STAGES, THREADS)
-
-
-# keys that each row must see for the row bound to be used, as in `primitives.measured_from`
-FEWEST = gl.constexpr(16)
-
-
-@gluon.jit
 def produce(
-    q, k, v, pk, pv, each, kv_range, K, tiles, B, q_smem, k_smem, v_smem, q_bar, full,
-    G: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, INNER: gl.constexpr,
-    PREFIX: gl.constexpr,
+    q, d_out, k, v, pk, pv, each, dq, kv_range, tiles, B, q_smem, do_smem, dq_smem, k_smem, v_smem,
+    q_bar, dq_bar, full, F: gl.constexpr, BACKWARD: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp."""
-    TOKENS: gl.constexpr = CONSUMERS * ROWS // G
+    """The producer warp. BACKWARD: it also loads d_out and, with ADD, dq after the blocks."""
+    BYTES: gl.constexpr = CONSUMERS * ROWS * q.block_shape[3] * 2
+    TOKENS: gl.constexpr = CONSUMERS * ROWS // F.G
     done = 0
-    for iteration in range(0, num_work_tiles(tiles * B * K)):
-        tile, b, h = tile_position(iteration, tiles, B, K)
-        local, num_local, begin, num_outer, num_initial = blocks_of(
-            tile, kv_range, TOKENS, KIND, INNER, PREFIX
-        )
+    for iteration in range(0, num_work_tiles(tiles * B * F.K)):
+        tile, b, h = tile_position(iteration, tiles, B, F.K)
+        local, num_local, begin, num_outer, num_initial = blocks_of(tile, kv_range, TOKENS, F)
         if iteration > 0:
             at_named_barrier("sync", QUERIES, THREADS)
-        mbarrier.expect(q_bar.index(0), CONSUMERS * ROWS * q.block_shape[3] * 2)
-        read_rows(q, q_smem, q_bar.index(0), b, tile * TOKENS, h * G)
+        mbarrier.expect(q_bar.index(0), 2 * BYTES if BACKWARD else BYTES)
+        read_rows(q, q_smem, q_bar.index(0), b, tile * TOKENS, h * F.G)
+        if BACKWARD:
+            read_rows(d_out, do_smem, q_bar.index(0), b, tile * TOKENS, h * F.G)
         done = read_blocks(
             k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, num_local, begin,
-            num_outer, num_initial, STAGES, PREFIX,
+            num_outer, num_initial, F,
         )  # fmt: skip
+        if F.ADD:
+            if iteration > 0:
+                at_named_barrier("sync", ADDED, THREADS)
+            mbarrier.expect(dq_bar.index(0), BYTES)
+            read_rows(dq, dq_smem, dq_bar.index(0), b, tile * TOKENS, h * F.G)
     at_named_barrier("sync", QUERIES, THREADS)
-    wait_for_all(done, STAGES)
+    if F.ADD:
+        at_named_barrier("sync", ADDED, THREADS)
+    # wait until the consumers have released all stages, so that every barrier completes
+    for i in range(gl.maximum(done - F.STAGES, 0), done):
+        at_named_barrier("sync", i % F.STAGES, THREADS)
 
 
 @gluon.jit
@@ -262,10 +272,10 @@ def process_blocks(
         if BY_BOUND:
             p = gl.exp2(s * scale_log2 - m[:, None])
         else:
-            before = m
+            m_old = m
             m = gl.maximum(m, gl.max(s, 1) * scale_log2)
             origin = gl.where(m == float("-inf"), 0.0, m)
-            p, alpha = gl.exp2(s * scale_log2 - origin[:, None]), gl.exp2(before - origin)
+            p, alpha = gl.exp2(s * scale_log2 - origin[:, None]), gl.exp2(m_old - origin)
             l = l * alpha
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
         l += gl.sum(p, 1)
@@ -276,6 +286,10 @@ def process_blocks(
         at_named_barrier("arrive", slot, THREADS)
         done += 1
     return done, acc, m, l
+
+
+# keys that each row must see for the row bound to be used, as in `primitives.measured_from`
+FEWEST = gl.constexpr(16)
 
 
 @gluon.jit
@@ -306,37 +320,36 @@ def write(out, lse, smem, acc, m, l, at, row, real):
 
 @gluon.jit
 def consume(
-    out, lse, inner_out, inner_lse, norms, kv_range, K, scale_log2, tiles, B, q_smem, k_smem,
-    v_smem, out_smem, q_bar, full, CONSUMER: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, BOUNDED: gl.constexpr,
+    out, inner_out, rows, kv_range, scale_log2, tiles, B, q_smem, k_smem, v_smem, out_smem, q_bar,
+    full, CONSUMER: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """One consumer warpgroup. It subtracts row bounds from the logits if they are small enough. Of
     the two code paths, with and without bounds, one processes no blocks."""
     D: gl.constexpr = k_smem.shape[4]
-    TOKENS: gl.constexpr = ROWS // G
+    TOKENS: gl.constexpr = ROWS // F.G
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     start, T = kv_range.start, kv_range.T
     i = gl.arange(0, ROWS, ROW)
     done = 0
-    if BOUNDED:
-        _, b, h = tile_position(0, tiles, B, K)
-        key_norm = gl.load(norms + b * K + h)
-    for iteration in range(0, num_work_tiles(tiles * B * K)):
-        tile, b, h = tile_position(iteration, tiles, B, K)
+    if F.BOUNDED:
+        _, b, h = tile_position(0, tiles, B, F.K)
+        key_norm = gl.load(rows.norms + b * F.K + h)
+    for iteration in range(0, num_work_tiles(tiles * B * F.K)):
+        tile, b, h = tile_position(iteration, tiles, B, F.K)
         local, num_local, begin, num_outer, num_initial = blocks_of(
-            tile, kv_range, CONSUMERS * TOKENS, KIND, INNER, PREFIX
+            tile, kv_range, CONSUMERS * TOKENS, F
         )
-        token, position, row, real = rows_of(i, tile, b, h, start, T, K, CONSUMER, G)
+        token, position, row, real = consumer_rows(i, tile, b, h, start, T, F.K, CONSUMER, F.G)
         p0, p1 = start + token, start + token + TOKENS - 1
-        lo, hi, all_lo, all_hi = visible_range(position, p0, p1, kv_range, KIND)
+        lo, hi, all_lo, all_hi = visible_range(position, p0, p1, kv_range, F.KIND)
         keys = hi - lo
-        if PREFIX:
-            prefix_hi, prefix_all_hi = prefix_range(position, p0, kv_range.P, KIND)
-            if KIND == LOCAL_BLOCKS:
+        if F.PREFIX:
+            prefix_hi, prefix_all_hi = prefix_range(position, p0, kv_range.P, F.KIND)
+            if F.KIND == LOCAL_BLOCKS:
                 keys = gl.maximum(keys, 0) + prefix_hi
-        if INNER:
+        if F.INNER:
             floor = kv_range.inner_floor
             local_lo = gl.maximum(local_start(position, kv_range), lo)
             keys = gl.maximum(hi - local_lo, 0) + gl.minimum(position + 1, floor)
@@ -345,92 +358,89 @@ def consume(
         q = q_smem.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
         m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         by_bound = False
-        if BOUNDED:
+        if F.BOUNDED:
             m, by_bound = measured_from(q, key_norm, scale_log2, keys, real, m)
         fence_async_shared()  # TMA may overwrite q after this load
         at_named_barrier("arrive", QUERIES, THREADS)
-        if BOUNDED:  # prefetch for the next work tile
-            _, next_b, next_h = tile_position(iteration + 1, tiles, B, K)
-            key_norm = gl.load(norms + next_b * K + next_h)
+        if F.BOUNDED:  # prefetch for the next work tile
+            _, next_b, next_h = tile_position(iteration + 1, tiles, B, F.K)
+            key_norm = gl.load(rows.norms + next_b * F.K + next_h)
 
         l = gl.zeros([ROWS], gl.float32, ROW)
         acc = gl.zeros([ROWS, D], gl.float32, ACC)
-        at = [b, token, h * G, 0]
+        at = [b, token, h * F.G, 0]
         smem = out_smem.index(CONSUMER)
-        for way in gl.static_range(0 if BOUNDED else 1, 2):
-            taken = by_bound == (way == 0)
-            if INNER:
+        for path in gl.static_range(0 if F.BOUNDED else 1, 2):
+            active = by_bound == (path == 0)
+            if F.INNER:
                 done, acc, m, l = process_blocks(
-                    q, k_smem, v_smem, full, done, acc, m, l, local, gl.where(taken, num_local, 0),
+                    q, k_smem, v_smem, full, done, acc, m, l, local, gl.where(active, num_local, 0),
                     local_lo, gl.where(local_lo < hi, hi, 0), local_start(p1, kv_range), all_hi,
-                    scale_log2, STAGES, way == 0,
+                    scale_log2, F.STAGES, path == 0,
                 )  # fmt: skip
                 inner_acc, inner_m, inner_l = acc, m, l
                 done, acc, m, l = process_blocks(
-                    q, k_smem, v_smem, full, done, acc, m, l, begin, gl.where(taken, num_outer, 0),
+                    q, k_smem, v_smem, full, done, acc, m, l, begin, gl.where(active, num_outer, 0),
                     lo, gl.minimum(hi, local_lo), all_lo,
-                    gl.minimum(all_hi, local_start(p0, kv_range)), scale_log2, STAGES, way == 0,
+                    gl.minimum(all_hi, local_start(p0, kv_range)), scale_log2, F.STAGES, path == 0,
                 )  # fmt: skip
-                if taken:
-                    write(out, lse, smem, acc, m, l, at, row, real)
+                if active:
+                    write(out, rows.lse, smem, acc, m, l, at, row, real)
                 done, inner_acc, inner_m, inner_l = process_blocks(
                     q, k_smem, v_smem, full, done, inner_acc, inner_m, inner_l, 0,
-                    gl.where(taken, num_initial, 0), lo * 0, gl.minimum(position + 1, floor), 0,
-                    gl.minimum(p0 + 1, floor), scale_log2, STAGES, way == 0,
+                    gl.where(active, num_initial, 0), lo * 0, gl.minimum(position + 1, floor), 0,
+                    gl.minimum(p0 + 1, floor), scale_log2, F.STAGES, path == 0,
                 )  # fmt: skip
-                if taken:
-                    write(inner_out, inner_lse, smem, inner_acc, inner_m, inner_l, at, row, real)
+                if active:
+                    write(
+                        inner_out, rows.inner_lse, smem, inner_acc, inner_m, inner_l, at, row, real
+                    )
             else:
                 done, acc, m, l = process_blocks(
-                    q, k_smem, v_smem, full, done, acc, m, l, begin, gl.where(taken, num_outer, 0),
-                    lo, hi, all_lo, all_hi, scale_log2, STAGES, way == 0,
+                    q, k_smem, v_smem, full, done, acc, m, l, begin, gl.where(active, num_outer, 0),
+                    lo, hi, all_lo, all_hi, scale_log2, F.STAGES, path == 0,
                 )  # fmt: skip
-            if PREFIX:  # the bounds do not cover learned memory
+            if F.PREFIX:  # the bounds do not cover learned memory
                 done, acc, m, l = process_blocks(
-                    q, k_smem, v_smem, full, done, acc, m, l, 0, gl.where(taken, num_initial, 0),
-                    lo * 0, prefix_hi, 0, prefix_all_hi, scale_log2, STAGES,
-                    way == 0 and KIND == LOCAL_BLOCKS,
+                    q, k_smem, v_smem, full, done, acc, m, l, 0, gl.where(active, num_initial, 0),
+                    lo * 0, prefix_hi, 0, prefix_all_hi, scale_log2, F.STAGES,
+                    path == 0 and F.KIND == LOCAL_BLOCKS,
                 )  # fmt: skip
-        if not INNER:
-            write(out, lse, smem, acc, m, l, at, row, real)
+        if not F.INNER:
+            write(out, rows.lse, smem, acc, m, l, at, row, real)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def nsa_flash_fwd_sm90(
-    q, k, v, out, lse, inner_out, inner_lse, norms, start, T, N, floor, reach, inner_floor,
-    inner_reach, pk, pv, P, each, scale_log2, tiles, B, stride: gl.constexpr,
-    inner_stride: gl.constexpr, K: gl.constexpr, G: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, INNER: gl.constexpr, PREFIX: gl.constexpr, BOUNDED: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    q, k, v, pk, pv, out, inner_out, rows, kv_range, start, T, N, P, each, scale_log2, tiles, B,
+    F: gl.constexpr,
 ):  # fmt: skip
     """One persistent program per multiprocessor: attention of query tiles of a sequence and KV
-    head."""
-    kv_range = Range(start, T, N, floor, reach, stride, inner_floor, inner_reach, inner_stride, P)
+    head. It reads their queries and the keys and values that they see, and writes out and lse."""
+    kv_range = key_range(start, T, N, P, kv_range, F)
     q_smem, out_smem = buffers(q, CONSUMERS), buffers(out, CONSUMERS)
-    k_smem, v_smem = buffers(k, STAGES), buffers(v, STAGES)
-    q_bar, full = barriers(1, 1), barriers(STAGES, 1)
+    k_smem, v_smem = buffers(k, F.STAGES), buffers(v, F.STAGES)
+    q_bar, full = barriers(1, 1), barriers(F.STAGES, 1)
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(
         [
             (consume, (
-                out, lse, inner_out, inner_lse, norms, kv_range, K, scale_log2, tiles, B, q_smem,
-                k_smem, v_smem, out_smem, q_bar, full, 0, G, STAGES, KIND, INNER, PREFIX,
-                BOUNDED,
+                out, inner_out, rows, kv_range, scale_log2, tiles, B, q_smem, k_smem, v_smem,
+                out_smem, q_bar, full, 0, F,
             )),
             (consume, (
-                out, lse, inner_out, inner_lse, norms, kv_range, K, scale_log2, tiles, B, q_smem,
-                k_smem, v_smem, out_smem, q_bar, full, 1, G, STAGES, KIND, INNER, PREFIX,
-                BOUNDED,
+                out, inner_out, rows, kv_range, scale_log2, tiles, B, q_smem, k_smem, v_smem,
+                out_smem, q_bar, full, 1, F,
             )),
             (produce, (
-                q, k, v, pk, pv, each, kv_range, K, tiles, B, q_smem, k_smem, v_smem, q_bar, full,
-                G, STAGES, KIND, INNER, PREFIX,
+                q, q, k, v, pk, pv, each, q, kv_range, tiles, B, q_smem, q_smem, q_smem, k_smem,
+                v_smem, q_bar, q_bar, full, F, False,
             )),
         ],
         [4, 1],
-        [REGISTERS, 24],
+        [F.REGISTERS, 24],
     )  # fmt: skip
 
 
@@ -440,65 +450,81 @@ def nsa_flash_fwd_sm90(
 STAGES, REGISTERS = {"forward": 4, "dq": 3, "dkv": 3}, 240
 # a forward with one softmax: registers per consumer thread and on average; at most four spill.
 # Programs of short kernels can then run on the same multiprocessor
-FEWER = {"REGISTERS": 160, "maxnreg": 120}
+FEWER_REGISTERS, AVERAGE_REGISTERS = 160, 120
+# the fewest query tiles per split of dk and dv, if the splits fill the GPU
+MIN_SPLIT_TILES = 64
 
 
-def boxes(
-    q: Tensor, k: Tensor, v: Tensor, kv_range: KVRange, inner: KVRange | None, kernel: str
-) -> dict[str, Any]:
+@functools.lru_cache(maxsize=1024)
+def plan(kernel: str, call: Facts, _tuning: Any) -> Plan:
+    """The launch of `kernel` "forward", "dq" or "dkv"."""
+    (B, T), (N, K), kv_range, inner = call.q.shape[:2], call.k.shape[1:3], call.kv_range, call.inner
+    options, registers = dict(num_warps=4), REGISTERS
+    if kernel == "forward" and inner is None:
+        options["maxnreg"], registers = AVERAGE_REGISTERS, FEWER_REGISTERS
+    settings = Settings(
+        K, call.groups, STAGES[kernel], kv_range.kind, kv_range.stride, inner is not None,
+        1 if inner is None else inner.stride, call.prefix is not None, call.bounded, call.gated,
+        call.add, registers,
+    )  # fmt: skip
+    if kernel == "dkv":
+        blocks, most = cdiv(N, 2 * KEYS.value), kv_range.reach + 2 * KEYS.value
+        tiles = cdiv(T if kv_range.wide else min(T, most), ROWS.value // call.groups)
+        splits = launch.query_splits(blocks * B * K, tiles, kv_range.wide)
+        if kv_range.wide:
+            fill = launch.query_splits(blocks * B * K, tiles, False)
+            splits = max(min(splits, tiles // MIN_SPLIT_TILES), fill)
+        grid: tuple[int, ...] = blocks * B * K, splits
+        lengths = dict(blocks=blocks, B=B)
+    else:
+        tiles, lines = query_tiles(call)
+        # one program fills a multiprocessor
+        grid = (min(tiles * lines, sm90.multiprocessors(call.q.device)),)
+        prefix = call.prefix and call.prefix[0]
+        each = int(prefix is not None and prefix.shape[0] > 1 and prefix.stride[0] > 0)
+        lengths = dict(tiles=tiles, B=B, each=each, P=0 if prefix is None else prefix.shape[1])
+    return Plan(grid, dict(F=settings, kv_range=call.numbers(), **lengths, **options))
+
+
+def arguments(at: Plan, q: Tensor, k: Tensor, v: Tensor, start: int) -> dict[str, Any]:
     """Arguments of all three kernels."""
-    groups, D = q.shape[2] // k.shape[2], q.shape[-1]
+    groups, D = at.args["F"].G, q.shape[-1]
+    keys = [1, KEYS.value, 1, D]
     return dict(
-        q=sm90.box(q, [1, ROWS.value // groups, groups, D]), k=sm90.box(k, [1, KEYS.value, 1, D]),
-        v=sm90.box(v, [1, KEYS.value, 1, D]), start=kv_range.start, T=q.shape[1], N=k.shape[1],
-        K=k.shape[2], floor=kv_range.floor, reach=kv_range.reach, stride=kv_range.stride,
-        inner_floor=inner.floor if inner else 0, inner_reach=inner.reach if inner else 0,
-        inner_stride=inner.stride if inner else 1, G=groups, STAGES=STAGES[kernel],
-        KIND=kv_range.kind, INNER=inner is not None, REGISTERS=REGISTERS, num_warps=4,
+        q=sm90.box(q, [1, ROWS.value // groups, groups, D]), k=sm90.box(k, keys),
+        v=sm90.box(v, keys), start=start, T=q.shape[1], N=k.shape[1], **at.args,
     )  # fmt: skip
 
 
-def query_tile_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_range: KVRange,
-    inner: KVRange | None,
-    prefix: tuple[Tensor, Tensor] | None,
-    kernel: str,
-) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Grid and arguments of the kernels over query tiles."""
-    tiles, lines = query_tiles(q, k)
-    pk, pv = (sm90.box(t, [1, KEYS.value, 1, t.shape[-1]]) for t in (prefix_rows(prefix) or (k, v)))
-    args = boxes(q, k, v, kv_range, inner, kernel) | dict(
-        pk=pk, pv=pv, P=0 if prefix is None else prefix[0].shape[1], each=int(pk.shape[0] > 1),
-        PREFIX=prefix is not None, tiles=tiles, B=q.shape[0],
-    )  # fmt: skip
-    # one program fills a multiprocessor
-    return (min(tiles * lines, sm90.multiprocessors(q.device)),), args
+def prefix_boxes(args: dict[str, Any], prefix: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
+    """Arguments of the prefix; of one that all sequences share, the first sequence's. Other keys
+    stand in for a missing one."""
+    if prefix is None:
+        return dict(pk=args["k"], pv=args["v"])
+    rows = (t if t.stride(0) else t[0][None] for t in prefix)
+    pk, pv = (sm90.box(t, args["k"].block_shape) for t in rows)
+    return dict(pk=pk, pv=pv)
 
 
 def forward(
+    call: Facts,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    kv_range: KVRange,
+    start: int,
     scale: float,
-    inner: KVRange | None,
     norms: Tensor | None,
-    prefix: tuple[Tensor, Tensor] | None = None,
+    prefix: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    """As `fwd.forward`."""
+    """As `fwd.forward`, of queries from position `start` on."""
+    at = plan("forward", call, launch.tuning())
     outputs = launch.empty_outputs(q, v)
-    inner_outputs = () if inner is None else launch.empty_outputs(q, v)
-    out, lse, inner_out, inner_lse = (*outputs, *(inner_outputs or outputs))
-    grid, args = query_tile_arguments(q, k, v, kv_range, inner, prefix, "forward")
-    shape = args["q"].block_shape
-    if inner is None:
-        args |= FEWER
-    launcher(nsa_flash_fwd_sm90, grid)(
-        out=sm90.box(out, shape), lse=lse,
-        inner_out=sm90.box(inner_out, shape), inner_lse=inner_lse,
-        scale_log2=scale * LOG2_E, norms=norms, BOUNDED=norms is not None, **args,
+    inner_outputs = () if call.inner is None else launch.empty_outputs(q, v)
+    args = arguments(at, q, k, v, start)
+    boxes = [sm90.box(t, args["q"].block_shape) for t in (outputs[0], *inner_outputs[:1])]
+    inner_lse = inner_outputs[1] if inner_outputs else None
+    launcher(nsa_flash_fwd_sm90, at.grid)(
+        **args, **prefix_boxes(args, prefix), out=boxes[0], inner_out=boxes[-1],
+        rows=Rows(outputs[1], inner_lse, norms), scale_log2=scale * LOG2_E,
     )  # fmt: skip
     return *outputs, *inner_outputs

@@ -7,15 +7,10 @@ in chunks of blocks. A window that ends in block c adds to the score of c and, i
 its stride, to the scores of blocks before c.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from ..common import launch
-from ..common.precompile import launcher
 from ..common.primitives import (
-    candidates_end,
-    candidates_in_document,
     grid_position,
     in_document,
     large,
@@ -24,7 +19,7 @@ from ..common.primitives import (
     soft_capped,
     visible_windows,
 )
-from .logits import first_window
+from .logits import candidate_ranges, first_window
 from .topn import (
     LENGTHS,
     NO_SCORE,
@@ -32,7 +27,6 @@ from .topn import (
     finish,
     fold,
     start,
-    topk_grid,
     write_block_indices,
 )
 
@@ -47,92 +41,72 @@ def sum_step(x, m, l):
 
 @triton.jit
 def log_sum_exp(
-    q_tile, ck, k_base, k_w, mem_k, m_base, m_m, lo, hi, real, W, MEMORY, scale_log2, cap,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_tile, ck, mem_k, b, h, lo, hi, real, W, MEMORY, scale_log2, cap, F: tl.constexpr
 ):  # fmt: skip
     """Log-sum-exp [M], units of log2, over all memory slots and each row's windows lo .. hi - 1."""
+    k_base = b * ck.b + h * ck.h
     # all rows see the windows `latest` .. `fewest` - 1
     fewest, latest = tl.min(tl.where(real, hi, W), 0), tl.max(tl.where(real, lo, 0), 0)
     m = tl.full([q_tile.shape[0]], NO_SCORE, tl.float32)
     l = tl.zeros([q_tile.shape[0]], tl.float32)
-    for n0 in range(0, MEMORY, BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        k_tile = load_rows(mem_k, m_base + n.to(tl.int64) * m_m, D, BLOCK_D, n < MEMORY)
-        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
-        if CAP:
+    for n0 in range(0, MEMORY, F.BLOCK_N):
+        n = n0 + tl.arange(0, F.BLOCK_N)
+        k_tile = load_rows(
+            mem_k.ptr, h * mem_k.h + n.to(tl.int64) * mem_k.n, F.D, F.BLOCK_D, n < MEMORY
+        )
+        x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+        if F.CAP:
             x = soft_capped(x, cap)
         m, l = sum_step(tl.where((n < MEMORY)[None], x, NO_SCORE), m, l)
-    for n0 in range(tl.min(lo, 0) // BLOCK_N * BLOCK_N, tl.max(hi, 0), BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        k_tile = load_rows(ck, k_base + n.to(tl.int64) * k_w, D, BLOCK_D, n < W)
-        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
-        if CAP:
+    for n0 in range(tl.min(lo, 0) // F.BLOCK_N * F.BLOCK_N, tl.max(hi, 0), F.BLOCK_N):
+        n = n0 + tl.arange(0, F.BLOCK_N)
+        k_tile = load_rows(ck.ptr, k_base + n.to(tl.int64) * ck.n, F.D, F.BLOCK_D, n < W)
+        x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+        if F.CAP:
             x = soft_capped(x, cap)
         if W > 0:  # always true: see best_by_probs
-            if (n0 + BLOCK_N > fewest) | (n0 < latest):
+            if (n0 + F.BLOCK_N > fewest) | (n0 < latest):
                 x = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), x, NO_SCORE)
             m, l = sum_step(x, m, l)
     return m + tl.log2(l)
 
 
 @triton.jit
-def head_rows(tile, r, first_token, T, G: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
-              STRIDE: tl.constexpr):  # fmt: skip
+def head_rows(tile, r, first_token, T, F: tl.constexpr):
     """Position, token and query head of each row of a tile, and whether the row exists. Rows are
     leaders of groups x the G query heads of ranking head r, padded to HEADS, a power of two."""
-    row = tl.arange(0, BLOCK_M)
-    index = tile * (BLOCK_M // HEADS) + row // HEADS
-    position, token, ranked = leaders(index, first_token, T, STRIDE)
-    g = row % HEADS
-    return position, token, r * G + g, ranked & (g < G)
+    row = tl.arange(0, F.BLOCK_M)
+    index = tile * (F.BLOCK_M // F.HEADS) + row // F.HEADS
+    position, token, ranked = leaders(index, first_token, T, F.STRIDE)
+    g = row % F.HEADS
+    return position, token, r * F.G + g, ranked & (g < F.G)
 
 
 @triton.jit(do_not_specialize=[*LENGTHS, "MEMORY"])
 def nsa_topk_lse(
-    q, ck, mem_k, lse, starts, first_token, doc_first, doc_last, T, W, RANKS, MEMORY, scale_log2,
-    cap,
-    q_b, q_t, q_h, k_b, k_w, k_h, m_h, m_m,
-    G: tl.constexpr, RANKS_PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, d: tl.constexpr, STRIDE: tl.constexpr,
-    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, DOCUMENTS: tl.constexpr, CAP: tl.constexpr,
-    HEADS: tl.constexpr, FLIPPED: tl.constexpr, PRECISION: tl.constexpr,
+    q, ck, mem_k, lse, starts, documents, first_token, T, W, RANKS, MEMORY, scale_log2, cap,
+    F: tl.constexpr,
 ):  # fmt: skip
     """One program: the log-sum-exp of a tile of rows. Reads their queries, all memory slots and the
     windows that they see."""
-    tile, line, tiles, _lines = grid_position(FLIPPED)
+    tile, line, tiles, _lines = grid_position(F.FLIPPED)
     tile = tiles - 1 - tile
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
-    if RAGGED:
+    if F.RAGGED:
         first_token = tl.load(starts + b).to(tl.int32)
-    position, token, head, real = head_rows(tile, r, first_token, T, G, HEADS, BLOCK_M, STRIDE)
-    q_rows = b * q_b + token.to(tl.int64) * q_t + head * q_h
-    q_tile = load_rows(q, q_rows, D, BLOCK_D, real)
-    lo, hi = visible_windows(position, W, d, CAUSAL)
-    if DOCUMENTS:
-        lo, hi = in_document(lo, hi, token, T, doc_first + b * T, doc_last + b * T, d)
+    position, token, head, real = head_rows(tile, r, first_token, T, F)
+    q_rows = b * q.b + token.to(tl.int64) * q.n + head * q.h
+    q_tile = load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
+    lo, hi = visible_windows(position, W, F.d, F.CAUSAL)
+    if F.DOCUMENTS:
+        firsts, lasts = documents.first + b * T, documents.last + b * T
+        lo, hi = in_document(lo, hi, token, T, firsts, lasts, F.d)
     lse_log2 = log_sum_exp(
-        q_tile, ck, b * k_b + r // RANKS_PER_KV * k_h, k_w, mem_k, r // RANKS_PER_KV * m_h, m_m,
-        tl.where(real, lo, W), tl.where(real, hi, 0), real, W, MEMORY, scale_log2, cap, D,
-        BLOCK_D, BLOCK_N, CAP, PRECISION,
+        q_tile, ck, mem_k, b, r // F.RANKS_PER_KV, tl.where(real, lo, W), tl.where(real, hi, 0),
+        real, W, MEMORY, scale_log2, cap, F,
     )  # fmt: skip
-    row = (b * T + token) * (RANKS * G) + head
+    row = (b * T + token) * (RANKS * F.G) + head
     tl.store(lse + row, lse_log2 * 0.6931471805599453, mask=real)
-
-
-def log_sum_exps(mem_k, sinks, args):
-    """lse [B T H] of the ranked queries. Both kernels of `probs` take `args`."""
-    q, heads = args["q"], args["HEADS"]
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    tile = launch.flash_tile("forward", True, args["D"], heads, q.dtype)
-    grid, flipped = topk_grid(args, tile.block_m // heads, len(q))
-    launcher(nsa_topk_lse, grid)(
-        mem_k=args["ck"] if mem_k is None else mem_k, lse=lse,
-        MEMORY=0 if mem_k is None else mem_k.shape[1], **launch.strides("m", mem_k, "hm"),
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, FLIPPED=flipped, **args,
-    )  # fmt: skip
-    return lse if sinks is None else torch.logaddexp(lse, sinks)
 
 
 @triton.jit
@@ -226,26 +200,23 @@ def complete_scores(sums, kept):
 
 @triton.jit
 def best_by_probs(
-    q_tile, lse_log2, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2, cap,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
-    PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
-    WARPS: tl.constexpr, WIDE: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+    q_tile, lse_log2, lo, hi, ck, k_base, low, end, fewest, latest, W, scale_log2, cap,
+    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """The ranking [TOKENS, SLOTS_2] of blocks low .. end - 1, and whether it must be repeated.
     Tokens see windows lo .. hi - 1; all tokens see windows `latest` .. `fewest` - 1. `lse_log2` is
     by row. PER_BLOCK is the windows per block, padded to a power of two; a step takes SLICE."""
     TOKENS: tl.constexpr = end.shape[0]
-    P: tl.constexpr = s // d if s > d else 1
+    P: tl.constexpr = F.s // F.d if F.s > F.d else 1
     # blocks that a window overlaps before the one in which it ends
-    BACK: tl.constexpr = (WINDOW + s - d - 1) // s if s >= d else 0
+    BACK: tl.constexpr = (F.WINDOW + F.s - F.d - 1) // F.s if F.s >= F.d else 0
     # Triton before 3.6 has no `min` of constexprs
-    PARTIALS: tl.constexpr = (HEADS + 1) // 2 if HEADS < 7 else 4
-    ROOM: tl.constexpr = BLOCK_N // (COLUMNS if COLUMNS > 0 else SLOTS_2)
-    SLICE: tl.constexpr = PER_BLOCK if PER_BLOCK < ROOM else ROOM
+    PARTIALS: tl.constexpr = (F.HEADS + 1) // 2 if F.HEADS < 7 else 4
+    ROOM: tl.constexpr = BLOCK_N // (COLUMNS if COLUMNS > 0 else F.SLOTS_2)
+    SLICE: tl.constexpr = F.PER_BLOCK if F.PER_BLOCK < ROOM else ROOM
     CHUNK: tl.constexpr = BLOCK_N // SLICE
-    STEPS: tl.constexpr = PER_BLOCK // SLICE
-    running = start(TOKENS, SLOTS_2, COLUMNS, DEPTH)
+    STEPS: tl.constexpr = F.PER_BLOCK // SLICE
+    running = start(TOKENS, F.SLOTS_2, COLUMNS, DEPTH)
     kept = ()
     sums = ()
     for g in tl.static_range(BACK + 1):
@@ -253,32 +224,32 @@ def best_by_probs(
         if g < BACK:
             kept += (tl.zeros([TOKENS, CHUNK], tl.float32),)
 
-    u = step_windows(BLOCK_N, WARPS)
+    u = step_windows(BLOCK_N, F.WARPS)
     chunks = tl.cdiv(tl.max(end, 0) + BACK, CHUNK)
     for step in range(tl.min(low, 0) // CHUNK * STEPS, chunks * STEPS):
         c0, j0 = step // STEPS * CHUNK, step % STEPS * SLICE
-        w = first_window(c0 + u // SLICE, d, s) + (j0 + u % SLICE)
-        rows = large(tl.minimum(w, W - 1), WIDE) * k_w
-        k_tile = load_rows(ck + k_base, rows, D, BLOCK_D, tl.full([BLOCK_N], True, tl.int1))
-        x = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        w = first_window(c0 + u // SLICE, F.d, F.s) + (j0 + u % SLICE)
+        rows = large(tl.minimum(w, W - 1), F.WIDE) * ck.n
+        k_tile = load_rows(ck.ptr + k_base, rows, F.D, F.BLOCK_D, tl.full([BLOCK_N], True, tl.int1))
+        x = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
         x *= scale_log2
-        if CAP:
+        if F.CAP:
             x = soft_capped(x, cap)
         x -= lse_log2[None]
         if W > 0:  # always true: the compiler puts the next step's loads before a branch
-            last = first_window(c0 + (CHUNK - 1), d, s) + PER_BLOCK
-            if (last > fewest) | (first_window(c0, d, s) < latest):
+            last = first_window(c0 + (CHUNK - 1), F.d, F.s) + F.PER_BLOCK
+            if (last > fewest) | (first_window(c0, F.d, F.s) < latest):
                 x = mask_windows(x, (w[:, None] >= lo[None]) & (w[:, None] < hi[None]))
-            p = sort_windows(sum_thread_heads(tl.exp2(x), HEADS, PARTIALS), WARPS)
+            p = sort_windows(sum_thread_heads(tl.exp2(x), F.HEADS, PARTIALS), F.WARPS)
             p = tl.reshape(p, [CHUNK, SLICE, TOKENS, PARTIALS])
-            step_sums = block_sums(p, j0 + tl.arange(0, SLICE), P, BACK, WINDOW, d, s)
+            step_sums = block_sums(p, j0 + tl.arange(0, SLICE), P, BACK, F.WINDOW, F.d, F.s)
             if STEPS > 1:
                 new_sums = ()
                 for g in tl.static_range(BACK + 1):
                     new_sums += (tl.where(j0 == 0, 0.0, sums[g]) + step_sums[g],)
                 sums = new_sums
                 step_sums = new_sums
-            if j0 == PER_BLOCK - SLICE:
+            if j0 == F.PER_BLOCK - SLICE:
                 score, kept = complete_scores(step_sums, kept)
                 c = chunk_blocks(c0, CHUNK, COLUMNS)
                 if COLUMNS > 1:
@@ -288,64 +259,47 @@ def best_by_probs(
                 score = tl.where(candidate, score, NO_SCORE)
                 # a sort key has no bit for the sign of a block
                 running = fold(running, score, tl.maximum(c, 0), COLUMNS)
-    return finish(running, SLOTS, SLOTS_2, COLUMNS)
+    return finish(running, F.SLOTS, F.SLOTS_2, COLUMNS)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_topk_softmax_mass(
-    q, ck, lse, out, leader_indices, starts, first_token, doc_first, doc_last, T, C, W, RANKS,
-    scale_log2, cap, q_b, q_t, q_h, k_b, k_w, k_h,
-    G: tl.constexpr, RANKS_PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    MERGE_N: tl.constexpr, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr,
-    PER_BLOCK: tl.constexpr, WINDOW: tl.constexpr, d: tl.constexpr, s: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, CAUSAL: tl.constexpr,
-    RAGGED: tl.constexpr, LEADERS: tl.constexpr, DOCUMENTS: tl.constexpr, CAP: tl.constexpr,
-    HEADS: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr, FLIPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, ck, lse, out, leader_indices, starts, documents, first_token, T, C, W, RANKS, scale_log2,
+    cap, F: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of a tile of groups of tokens of one row and ranking head, which
     sums the scores of G query heads. Reads their queries, log-sum-exp and visible windows."""
-    tile, line, tiles, _lines = grid_position(FLIPPED)
+    tile, line, tiles, _lines = grid_position(F.FLIPPED)
     tile = tiles - 1 - tile
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
-    if RAGGED:
+    if F.RAGGED:
         first_token = tl.load(starts + b).to(tl.int32)
-    GROUPS: tl.constexpr = BLOCK_M // HEADS
+    GROUPS: tl.constexpr = F.BLOCK_M // F.HEADS
     index = tile * GROUPS + tl.arange(0, GROUPS)
-    position, token, ranked = leaders(index, first_token, T, STRIDE)
-    low = tl.full([GROUPS], INITIAL, tl.int32)
-    end = candidates_end(position, C, LOCAL, d, s, CAUSAL)
-    lo, hi = visible_windows(position, W, d, CAUSAL)
-    if DOCUMENTS:
-        firsts, lasts = doc_first + b * T, doc_last + b * T
-        low, end = candidates_in_document(end, token, T, firsts, lasts, s, INITIAL)
-        lo, hi = in_document(lo, hi, token, T, firsts, lasts, d)
+    position, token, ranked = leaders(index, first_token, T, F.STRIDE)
+    low, end, lo, hi = candidate_ranges(position, token, ranked, documents, b, T, C, W, F)
     # all tokens see the windows `latest` .. `fewest` - 1
     fewest, latest = tl.min(tl.where(ranked, hi, W), 0), tl.max(tl.where(ranked, lo, 0), 0)
-    low, end = tl.where(ranked, low, C), tl.where(ranked, end, 0)
     hi = tl.where(ranked, hi, 0)
 
     # [M, D] and [M]
-    _, row_token, head, real = head_rows(tile, r, first_token, T, G, HEADS, BLOCK_M, STRIDE)
-    q_rows = b * q_b + row_token.to(tl.int64) * q_t + head * q_h
-    q_tile = load_rows(q, q_rows, D, BLOCK_D, real)
-    row = (b * T + row_token) * (RANKS * G) + head
+    _, row_token, head, real = head_rows(tile, r, first_token, T, F)
+    q_rows = b * q.b + row_token.to(tl.int64) * q.n + head * q.h
+    q_tile = load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
+    row = (b * T + row_token) * (RANKS * F.G) + head
     lse_log2 = tl.load(lse + row, mask=real, other=0.0) * 1.4426950408889634
     # rows that do not exist, or see no window, have probability 0
     lse_log2 = tl.where(real & (lse_log2 > NO_SCORE), lse_log2, float("inf"))
 
-    k_base = b * k_b + r // RANKS_PER_KV * k_h
+    k_base = b * ck.b + r // F.RANKS_PER_KV * ck.h
     indices, missed = best_by_probs(
-        q_tile, lse_log2, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2, cap,
-        HEADS, D, BLOCK_D, BLOCK_N, COLUMNS, DEPTH, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s, WARPS,
-        WIDE, CAP, PRECISION,
+        q_tile, lse_log2, lo, hi, ck, k_base, low, end, fewest, latest, W, scale_log2, cap,
+        F.BLOCK_N, F.COLUMNS, F.DEPTH, F,
     )  # fmt: skip
-    if DEPTH < SLOTS and COLUMNS > 0:  # noqa: SIM102
+    if F.DEPTH < F.SLOTS and F.COLUMNS > 0:  # noqa: SIM102
         if missed > 0:
             indices, missed = best_by_probs(
-                q_tile, lse_log2, lo, hi, ck, k_base, k_w, low, end, fewest, latest, W, scale_log2,
-                cap, HEADS, D, BLOCK_D, MERGE_N, 0, 0, SLOTS, SLOTS_2, PER_BLOCK, WINDOW, d, s,
-                WARPS, WIDE, CAP, PRECISION,
+                q_tile, lse_log2, lo, hi, ck, k_base, low, end, fewest, latest, W, scale_log2,
+                cap, F.MERGE_N, 0, 0, F,
             )  # fmt: skip
-    write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, SLOTS, STRIDE, LEADERS)
+    write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, F)

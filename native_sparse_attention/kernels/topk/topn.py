@@ -12,9 +12,6 @@ to the earlier block. COLUMNS chooses one of two methods:
 import triton
 import triton.language as tl
 
-from ..common import launch
-from ..common.launch import cdiv
-
 # one compiled kernel for all lengths and positions
 LENGTHS = ["T", "C", "W", "first_token"]
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
@@ -170,27 +167,19 @@ def finish(running, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr, COLUMNS: tl.cons
 
 
 @triton.jit
-def write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, SLOTS: tl.constexpr,
-                  STRIDE: tl.constexpr, LEADERS: tl.constexpr):  # fmt: skip
+def write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, F: tl.constexpr):
     """Write each group's ranking [M, SLOTS_2] for its tokens. A group whose leader came before
     this call gets the ranking at `leader_indices`."""
     slot = tl.arange(0, indices.shape[1])
     indices = tl.where(indices == NO_BLOCK, -1, indices)
-    if STRIDE > 1:
+    if F.STRIDE > 1:
         leader_ranking = tl.full([indices.shape[1]], -1, tl.int32)
-        if LEADERS:
-            at = leader_indices + (b * RANKS + r) * SLOTS + slot
-            leader_ranking = tl.load(at, mask=slot < SLOTS, other=-1)
+        if F.LEADERS:
+            at = leader_indices + (b * RANKS + r) * F.SLOTS + slot
+            leader_ranking = tl.load(at, mask=slot < F.SLOTS, other=-1)
         indices = tl.where((token < 0)[:, None], leader_ranking[None], indices)
-    for j in range(STRIDE):
+    for j in range(F.STRIDE):
         t = token + j
         row = (b * T + t) * RANKS + r
-        mask = ((t >= 0) & (t < T))[:, None] & (slot < SLOTS)[None]
-        tl.store(out + row[:, None] * SLOTS + slot[None], indices, mask=mask)
-
-
-def topk_grid(args, groups, B):
-    """The grid of tiles of `groups` groups of tokens x lines (batch rows x ranking heads), and
-    whether it is flipped."""
-    leaders = cdiv(args["T"] + args["STRIDE"] - 1, args["STRIDE"])
-    return launch.grid(cdiv(leaders, groups), B * args["RANKS"])
+        mask = ((t >= 0) & (t < T))[:, None] & (slot < F.SLOTS)[None]
+        tl.store(out + row[:, None] * F.SLOTS + slot[None], indices, mask=mask)
