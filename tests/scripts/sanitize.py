@@ -180,8 +180,8 @@ def alike() -> None:
     with launch.using({"union": launch.UnionRule(4, 1.1, least=0)}):
         lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
         selection = launch.Selection(lists, 5, 0, 0, True)
-        some, cost = union.allocate_unions(selection, 12, DTYPE)
-        union.write_unions(selection, some, cost, union.allocate(selection, 8, 4))
+        some = union.allocate_unions(selection, 12, DTYPE)
+        union.write_unions(selection, some, union.allocate(selection, 8, 4))
         call = draw_call(
             "selected", DTYPE, place=(19, 19), heads=(12, 1, 24, 24), selection_block_size=5,
             num_local_blocks=0,
