@@ -56,18 +56,19 @@ def test_wrong_attention_is_not_timed(monkeypatch, network):
     forms = {form.name: form for form in generation.forms_of((16,), 32, 32)}
     assert generation.check(forms["converted, 16"], small) < 1e-4
     assert generation.check(forms["means of 16"], small) < 1e-4
-    right = attention.native_sparse_attention
+    right = attention.branches.attend
 
-    def one_value_less(q, k, v, *others, **settings):
-        if q.shape[1] == 1:
-            v = v.index_fill(1, torch.tensor([1]), 0)
-        return right(q, k, v, *others, **settings)
+    def one_value_less(call, *rest):
+        if call.q.shape[1] == 1:
+            call = call.but(v=call.v.index_fill(1, torch.tensor([1]), 0))
+        return right(call, *rest)
 
-    def scaled(q, k, v, ck=None, **others):
-        return 0.9 * right(q, k, v, ck, **others)
+    def scaled(call, *rest):
+        out, block_indices = right(call, *rest)
+        return 0.9 * out, block_indices
 
     for wrong in (one_value_less, scaled):
-        monkeypatch.setattr(attention, "native_sparse_attention", wrong)
+        monkeypatch.setattr(attention.branches, "attend", wrong)
         with pytest.raises(WrongResult, match="logits with all blocks are .* off SDPA's"):
             generation.check(form, small)
     plan = generation.Plan("tiny", (Form("sdpa"), form), (8,), (1,), deadline=0.0)
