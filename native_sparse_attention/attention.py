@@ -20,8 +20,7 @@ from torch.nn import Module
 
 from . import blocks, ranking
 from .block_sizes import BlockSizes
-from .cache.kv_cache import Identity, KVCache, check_cache
-from .cache.tokens import NewTokens
+from .cache.kv_cache import Identity, KVCache, NewTokens, check_cache
 from .checks.keywords import refuse
 from .checks.networks import check_compress_mlp, check_gate, check_input, copied
 from .checks.scalars import check_hidden

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .cache.kv_cache import KVCache
-from .cache.tokens import integers
+from .cache.kv_cache import KVCache, integers
 from .checks.scalars import LEAST_NORMAL, as_float, as_int, check_finite, check_int, shown
 
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ..blocks import ceil_div
 from ..checks.scalars import TOO_MANY, check_int, check_ints
-from .kv_cache import KVCache
-from .tokens import allocate_zeros
+from .kv_cache import KVCache, allocate_zeros
 
 
 class PagedKVCache(KVCache):
