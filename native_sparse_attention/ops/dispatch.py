@@ -56,8 +56,10 @@ def choose(backend: Backend, op: str, q: Tensor, k: Tensor, **facts: Any) -> str
 def run(backend: str, op: str, *tensors: Tensor, block_sizes: Any = None, **settings: Any) -> Any:
     """Run an operation of one branch on checked arguments, with a backend of `choose`. flex has no
     ranking: it is that of eager PyTorch."""
+    if backend == "triton" and op == "select_blocks":
+        return triton_backend.select_blocks(*tensors, **settings)
     if backend == "triton":
-        return getattr(triton_backend, op)(*tensors, block_sizes=block_sizes, **settings)
+        return triton_backend.attend(op, *tensors, block_sizes=block_sizes, **settings)
     if backend == "flex" and op != "select_blocks":
         return getattr(flex, op)(*tensors, **settings)
     return chunked.run(op, *tensors, **settings)

@@ -174,7 +174,8 @@ def branches(dtype, heads=(4, 2, 64, 64), S=200, sizes=(16, 128), num_local=0, g
     lists = torch.zeros(1, S, K, 2, dtype=torch.int32)
     gates = torch.ones(lists.shape).to(dtype).requires_grad_() if gated else None
     for s in sizes:
-        out = triton_backend.selected_attention(
+        out = triton_backend.attend(
+            "selected_attention",
             q, k, v, lists, gates=gates, selection_block_size=s, num_initial_blocks=1,
             num_local_blocks=num_local, causal=True, q_offset=0,
         )  # fmt: skip

@@ -140,59 +140,31 @@ def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor
 
 # one branch
 
+# the branch of an operation, and the names of its tensors by position
+OPERATIONS = {
+    "compressed_attention": ("compressed", ("q", "ck", "cv")),
+    "selected_attention": ("selected", ("q", "k", "v", "block_indices")),
+    "sliding_window_attention": ("window", ("q", "k", "v")),
+}
 
-def compressed_attention(
-    q: Tensor,
-    ck: Tensor,
-    cv: Tensor,
-    *,
-    mem_k: Tensor | None,
-    mem_v: Tensor | None,
+
+def attend(
+    op: str,
+    *tensors: Tensor,
     q_offset: int | Tensor,
     return_lse: bool = False,
     documents: Documents | None = None,
     sinks: Tensor | None = None,
+    mem_k: Tensor | None = None,
+    mem_v: Tensor | None = None,
+    gates: Tensor | None = None,
     **settings: Any,
 ) -> Any:
-    config = AttentionConfig.unchecked(branches=("compressed",), **settings)
-    tensors = dict(q=q, ck=ck, cv=cv, mem_k=mem_k, mem_v=mem_v, sinks=row(sinks))
-    out, lse, _ = attention(config, q_offset, documents, **tensors)
-    return (out, lse) if return_lse else out
-
-
-def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    *,
-    gates: Tensor | None,
-    q_offset: int | Tensor,
-    return_lse: bool = False,
-    documents: Documents | None = None,
-    sinks: Tensor | None = None,
-    **settings: Any,
-) -> Any:
-    config = AttentionConfig.unchecked(branches=("selected",), **settings)
-    tensors = dict(q=q, k=k, v=v, block_indices=block_indices, gates=gates, sinks=row(sinks))
-    out, lse, _ = attention(config, q_offset, documents, **tensors)
-    return (out, lse) if return_lse else out
-
-
-def sliding_window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    q_offset: int | Tensor,
-    return_lse: bool = False,
-    documents: Documents | None = None,
-    sinks: Tensor | None = None,
-    **settings: Any,
-) -> Any:
-    config = AttentionConfig.unchecked(branches=("window",), **settings)
-    tensors = dict(q=q, k=k, v=v, sinks=row(sinks))
-    out, lse, _ = attention(config, q_offset, documents, **tensors)
+    """The branch of an operation of `functional.py`, by its name and arguments."""
+    branch, names = OPERATIONS[op]
+    config = AttentionConfig.unchecked(branches=(branch,), **settings)
+    named = dict(zip(names, tensors, strict=True), mem_k=mem_k, mem_v=mem_v, gates=gates)
+    out, lse, _ = attention(config, q_offset, documents, **named, sinks=row(sinks))
     return (out, lse) if return_lse else out
 
 
@@ -213,7 +185,6 @@ def select_blocks(
     lse: Tensor | None = None,
     documents: Documents | None = None,
     sinks: Tensor | None = None,
-    block_sizes: None = None,
     **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """As `ops.reference.select_blocks`. `lse` [B, T, H] of branch 1 saves the ranking by
