@@ -498,10 +498,10 @@ class SparseAttention(RotaryLayer):
             window_k, window_v = self.branch_pair(kv, "window")
             has_window = "window" in config.branches and window_k is not k
             keys = [k, window_k] if has_window else [k]
-            rotated_q, k, *others = rotate(rotary, [q, *keys], start, positions, backend)
+            rotated_q, k, *window_heads = rotate(rotary, [q, *keys], start, positions, backend)
             tensors = {"q": rotated_q, "k": k, "v": v}
             if has_window:
-                tensors |= {"window_k": others[0], "window_v": window_v}
+                tensors |= {"window_k": window_heads[0], "window_v": window_v}
             raw = dict(zip("kv", self.branch_pair(kv, "compressed"), strict=True))
         else:
             q, tensors = heads.cq, {"q": heads.q, "k": heads.k, "v": heads.v}

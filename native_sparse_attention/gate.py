@@ -36,5 +36,5 @@ def default_gate(dim: int, heads: int, branches: tuple[str, ...] = BRANCHES) -> 
     It initially favours the window for any input: a network learns local patterns first. Without a
     window all gates begin at 0.5.
     """
-    other = -2.0 if "window" in branches else 0.0
-    return GateLinear(dim, heads, tuple(2.0 if name == "window" else other for name in branches))
+    bias = -2.0 if "window" in branches else 0.0
+    return GateLinear(dim, heads, tuple(2.0 if name == "window" else bias for name in branches))

@@ -242,7 +242,7 @@ def generate(
     text = prompt if use_cache_kv else prompt.clone()
     ends = torch.tensor(prompt_lengths, device=prompt.device)
     batch = torch.arange(len(prompt), device=prompt.device)
-    done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+    is_finished = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     token = None
     for _ in range(steps):
         if next_logits is None:
@@ -252,11 +252,11 @@ def generate(
             logits = next_logits(token)
         new = sample_token(logits, *sampling)
         # a finished sequence repeats its stop token
-        token = new if token is None else torch.where(done, token, new)
+        token = new if token is None else torch.where(is_finished, token, new)
         yield token.clone()
         if stop:
-            done |= (token[:, None] == token.new_tensor(stop)).any(1)
-            if done.all():
+            is_finished |= (token[:, None] == token.new_tensor(stop)).any(1)
+            if is_finished.all():
                 return
         if next_logits is None:
             text = F.pad(text, (0, 1))

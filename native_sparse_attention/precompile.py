@@ -17,14 +17,14 @@ from .ops.triton.attention import compile_ahead
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def show(done: int, total: int) -> None:
+def show(compiled: int, total: int) -> None:
     """Draw a bar on stderr, over the previous bar in a terminal."""
     if sys.stderr is None:  # closed
         return
     if sys.stderr.isatty():
-        bar = "#" * (20 * done // total)
-        sys.stderr.write(f"\rkernels compiled [{bar:<20}] {done}/{total}")
-    if done == total:
+        bar = "#" * (20 * compiled // total)
+        sys.stderr.write(f"\rkernels compiled [{bar:<20}] {compiled}/{total}")
+    if compiled == total:
         sys.stderr.write("\n" if sys.stderr.isatty() else f"{total} kernels compiled\n")
     sys.stderr.flush()
 

@@ -43,8 +43,8 @@ def sampled(queries: int | Tensor, n: int, generator: Any, device: torch.device)
     if isinstance(queries, Tensor):
         if queries.ndim != 1 or queries.is_floating_point() or queries.dtype == torch.bool:
             raise ValueError(f"ranking_queries must be [m] integers, got {shown(queries)}")
-        on_host = queries.device.type == "cpu" and not torch.compiler.is_compiling()
-        if on_host and queries.numel() and not 0 <= int(queries.min()) <= int(queries.max()) < n:
+        is_on_host = queries.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_on_host and queries.numel() and not 0 <= int(queries.min()) <= int(queries.max()) < n:
             raise ValueError(
                 f"ranking_queries must be positions from 0 to {n - 1}, got {queries.tolist()}"
             )
@@ -56,7 +56,7 @@ def sampled(queries: int | Tensor, n: int, generator: Any, device: torch.device)
 
 
 def block_targets(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen: Tensor, config: Any, weigh: str
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, visible: Tensor, config: Any, weigh: str
 ) -> Tensor:
     """What each block [b k m c] is worth to queries q [b k g m d] of keys and values [b k t d] that
     they see, [b|1 m t], with sinks [h]: its attention mass, or by "output" the norm of what it
@@ -65,18 +65,18 @@ def block_targets(
     logits = einsum(q, k, "b k g m d, b k t d -> b k g m t") * scale
     if config.soft_cap is not None:
         logits = config.soft_cap * (logits / config.soft_cap).tanh()
-    logits = logits.masked_fill(~seen[:, None, None], float("-inf"))
+    logits = logits.masked_fill(~visible[:, None, None], float("-inf"))
     if sinks is not None:
         sink = rearrange(sinks.to(logits.dtype), "(k g) -> k g 1 1", k=k.shape[1])
         logits = torch.cat((logits, sink.expand(*logits.shape[:-1], 1)), dim=-1)
-    p = logits.softmax(dim=-1)[..., : k.shape[2]].masked_fill(~seen[:, None, None], 0.0)
+    p = logits.softmax(dim=-1)[..., : k.shape[2]].masked_fill(~visible[:, None, None], 0.0)
     pad = -p.shape[-1] % s
-    by_block = rearrange(F.pad(p, (0, pad)), "b k g m (c s) -> b k g m c s", s=s)
-    mass = by_block.sum(dim=-1)
+    block_probs = rearrange(F.pad(p, (0, pad)), "b k g m (c s) -> b k g m c s", s=s)
+    mass = block_probs.sum(dim=-1)
     if weigh == "mass":
         return mass.sum(dim=2)
     values = rearrange(F.pad(v, (0, 0, 0, pad)), "b k (c s) e -> b k c s e", s=s)
-    added = einsum(by_block, values, "b k g m c s, b k c s e -> b k g m c e")
+    added = einsum(block_probs, values, "b k g m c s, b k c s e -> b k g m c e")
     out = added.sum(dim=-2, keepdim=True)
     return (added - mass[..., None] * out).norm(dim=-1).sum(dim=2)
 
@@ -121,12 +121,12 @@ def ranking_loss(
         bounds = (bound.expand(count, -1).gather(1, position) for bound in documents)
         documents = Documents(*bounds)
     j = torch.arange(n, device=i.device)
-    seen = (j <= position[..., None]) if config.causal else torch.ones_like(j, dtype=torch.bool)
-    seen = seen.expand(*position.shape, -1)
+    visible = (j <= position[..., None]) if config.causal else torch.ones_like(j, dtype=torch.bool)
+    visible = visible.expand(*position.shape, -1)
     c = torch.arange(blocks.num_blocks(n, s), device=i.device)
     if documents is not None:
-        seen = seen & (j >= documents.first[..., None]) & (j < documents.last[..., None])
-        seen = seen & (position < documents.last)[..., None]  # padding sees nothing
+        visible = visible & (j >= documents.first[..., None]) & (j < documents.last[..., None])
+        visible = visible & (position < documents.last)[..., None]  # padding sees nothing
     candidate = candidates(
         position, c, len(c), documents, d=config.d, s=s, causal=config.causal,
         num_initial_blocks=config.num_initial_blocks, num_local_blocks=config.num_local_blocks,
@@ -143,7 +143,7 @@ def ranking_loss(
                 sinks = sinks[config.branches.index("selected")].detach()
             # detached: without gradients there are tangents of forward mode still
             exact = heads.detach(), k.detach(), v.detach()
-            target = block_targets(*exact, sinks, seen, config, weigh)
+            target = block_targets(*exact, sinks, visible, config, weigh)
             target = target.masked_fill(~candidate, 0.0)
             total = target.sum(dim=-1, keepdim=True)
             target = target / total.clamp(min=torch.finfo(total.dtype).tiny)

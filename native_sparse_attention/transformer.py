@@ -153,10 +153,10 @@ def same_document(documents: Documents, causal: bool) -> Tensor:
     """Whether query i sees key j, [b 1 i j]; positions without a token see themselves."""
     j = torch.arange(documents.first.shape[1], device=documents.first.device)
     i = j[:, None]
-    seen = (j >= documents.first[..., None]) & (j < documents.last[..., None])
+    visible = (j >= documents.first[..., None]) & (j < documents.last[..., None])
     if causal:
-        seen = seen & (j <= i)
-    return (seen | (i == j))[:, None]
+        visible = visible & (j <= i)
+    return (visible | (i == j))[:, None]
 
 
 def FeedForward(dim: int, expansion_factor: float = 4.0) -> nn.Sequential:
@@ -243,10 +243,10 @@ class Transformer(Started):
         local = check_layers("local_layers", local_layers, depth)
         if local and not use_sparse_attn:
             raise ValueError(f"local_layers must be empty with use_sparse_attn=False, got {local}")
-        named = ("rotary_emb", rotary_emb), ("rope_theta", rope_theta), ("inv_freq", inv_freq)
-        rotary: dict[str, Any] = {name: value for name, value in named if value is not None}
-        if use_sparse_attn and (twice := sorted(rotary.keys() & sparse.keys())):
-            raise ValueError(f"{', '.join(twice)} must not be in sparse_attn_kwargs too")
+        rotary_args = ("rotary_emb", rotary_emb), ("rope_theta", rope_theta), ("inv_freq", inv_freq)
+        rotary: dict[str, Any] = {name: value for name, value in rotary_args if value is not None}
+        if use_sparse_attn and (duplicates := sorted(rotary.keys() & sparse.keys())):
+            raise ValueError(f"{', '.join(duplicates)} must not be in sparse_attn_kwargs too")
 
         self.num_tokens = num_tokens
         self.token_emb = nn.Embedding(num_tokens, dim)
@@ -403,7 +403,9 @@ class Transformer(Started):
         if not any(learns):
             raise ValueError("ranking_queries goes with layers of importance='index'")
         n = ids.shape[1] if layout is None else layout.target.shape[1]
-        drawn = [sampled(m, n, generator, ids.device) if own else None for own in learns]
+        drawn = [
+            sampled(m, n, generator, ids.device) if needs_draw else None for needs_draw in learns
+        ]
         if layout is None:
             return drawn
         return [None if i is None else layout.target[:, i] for i in drawn]

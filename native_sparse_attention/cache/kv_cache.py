@@ -351,9 +351,9 @@ def select_sequences(t: Tensor, index: list[int]) -> Tensor:
     """t[index] along the batch; in place, in `t` itself, if the batch size does not change."""
     if len(index) != len(t):
         return t.index_select(0, torch.tensor(index, dtype=torch.long, device=t.device))
-    moved = [(row, source) for row, source in enumerate(index) if row != source]
-    if moved:
-        rows, sources = torch.tensor(moved).T.to(t.device, non_blocking=True)
+    moves = [(row, source) for row, source in enumerate(index) if row != source]
+    if moves:
+        rows, sources = torch.tensor(moves).T.to(t.device, non_blocking=True)
         t[rows] = t[sources]
     return t
 
@@ -571,10 +571,10 @@ class KVCache:
         """
         if self.batch is None:
             raise ValueError("cache has no rows yet, and no lengths: construct it with batch=...")
-        wanted = check_device("device", device)
-        held = self.device or wanted
-        if wanted.type != held.type or wanted.index not in (None, held.index):
-            raise ValueError(f"cache is on {held}, got {wanted} for its lengths")
+        requested = check_device("device", device)
+        held = self.device or requested
+        if requested.type != held.type or requested.index not in (None, held.index):
+            raise ValueError(f"cache is on {held}, got {requested} for its lengths")
         if "lengths" not in self._known:
             with torch.inference_mode(False):
                 lengths = torch.tensor(self.lengths, dtype=torch.int32)
@@ -741,20 +741,20 @@ class KVCache:
             return {name: t.new_empty(*t.shape[:2], 0, l, t.shape[3]) for name, t in new.items()}
         if tokens.decoded and tokens.host is not None:
             return windows_by_kernels(new, tails, tokens, l, d)
-        seen = {
+        streams = {
             name: torch.cat((self.recent(name, tokens, l - 1), t), dim=2) for name, t in new.items()
         }
         # the next window begins d - 1 - start % d into the last l - 1 tokens and the new ones
         if isinstance(tokens.start, int):
             first = d - 1 - tokens.start % d
-            return {name: unfold(t[:, :, first:], l, d) for name, t in seen.items()}
+            return {name: unfold(t[:, :, first:], l, d) for name, t in streams.items()}
         if tokens.host is None:
             width = min(width, (self.max_length or 0) // d)
         device = tokens.start.device
         begins = (d - 1 - tokens.start % d)[:, None] + d * torch.arange(width, device=device)
         index = (begins[..., None] + torch.arange(l, device=device)).clamp(max=l - 2 + tokens.new)
         return {
-            name: take(t, index.flatten(1)).unflatten(2, (width, l)) for name, t in seen.items()
+            name: take(t, index.flatten(1)).unflatten(2, (width, l)) for name, t in streams.items()
         }
 
     def recent(self, name: str, tokens: NewTokens, length: int) -> Tensor:
@@ -824,10 +824,12 @@ class KVCache:
         """
         per_sequence: Any = lengths
         batch, one = len(self.lengths), as_int(lengths)
-        wanted = integers("lengths", per_sequence) if one is None else [one] * batch
-        if len(wanted) != batch:
-            raise ValueError(f"lengths must be one integer or {batch} of them, got {len(wanted)}")
-        for row, new in enumerate(wanted):
+        requested = integers("lengths", per_sequence) if one is None else [one] * batch
+        if len(requested) != batch:
+            raise ValueError(
+                f"lengths must be one integer or {batch} of them, got {len(requested)}"
+            )
+        for row, new in enumerate(requested):
             held, reached = self.lengths[row], self._reached[row]
             if not 0 <= new <= held:
                 raise ValueError(f"lengths[{row}] must be between 0 and {held}, got {new}")
@@ -837,8 +839,8 @@ class KVCache:
                     f"which rollback={self.rollback} can be taken back (or all). Build the cache "
                     "with a larger rollback"
                 )
-        self.lengths, self.least_length = wanted, 0
-        self._reached = [0 if n == 0 else r for n, r in zip(wanted, self._reached, strict=True)]
+        self.lengths, self.least_length = requested, 0
+        self._reached = [0 if n == 0 else r for n, r in zip(requested, self._reached, strict=True)]
         self._update_device_lengths()
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
@@ -878,29 +880,29 @@ class KVCache:
 
     def clone(self) -> KVCache:
         """A copy that shares no storage with this cache."""
-        other = self._twin()
-        other.lengths, other._reached = list(self.lengths), list(self._reached)
-        other._apply(lambda t: t.clone())
-        return other
+        copied = self._twin()
+        copied.lengths, copied._reached = list(self.lengths), list(self._reached)
+        copied._apply(lambda t: t.clone())
+        return copied
 
     def __copy__(self) -> KVCache:
-        other = self._twin()
+        copied = self._twin()
         # each counts on the device what the other's host does not see
-        self.is_new = other.is_new = False
-        return other
+        self.is_new = copied.is_new = False
+        return copied
 
     def _twin(self) -> KVCache:
-        other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        return other
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
-        other = self.clone()
+        copied = self.clone()
         layer = self._owner()
         if layer is not None:  # its copy, if it is copied too: before this cache or after it
-            other._layer = weakref.ref(layer)
-            other._copied = weakref.ref(copy.deepcopy(layer, memo))
-        return other
+            copied._layer = weakref.ref(layer)
+            copied._copied = weakref.ref(copy.deepcopy(layer, memo))
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         # the property reads lengths that only the device has counted

@@ -72,14 +72,14 @@ class PagedKVCache(KVCache):
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
         super().truncate(lengths)
         pages = [held[:n] for held, n in zip(self._pages, self._pages_used(), strict=True)]
-        for kept, held in zip(pages, self._pages, strict=True):
-            self._free += held[len(kept) :][::-1]
+        for retained, held in zip(pages, self._pages, strict=True):
+            self._free += held[len(retained) :][::-1]
         self._assign(pages)
 
     def clone(self) -> PagedKVCache:
-        other: Any = super().clone()
-        other._pages, other._free = [list(pages) for pages in self._pages], list(self._free)
-        return other
+        clone: Any = super().clone()
+        clone._pages, clone._free = [list(pages) for pages in self._pages], list(self._free)
+        return clone
 
     # pages
 

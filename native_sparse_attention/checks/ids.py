@@ -45,10 +45,10 @@ def check_ids(name: str, ids: Any, embedding: nn.Module) -> Tensor:
     ids = ids.long()
     if num_tokens is None or not has_values(ids) or ids.numel() == 0:
         return ids
-    least, most = (int(t) for t in ids.aminmax())
-    if least < 0 or most >= num_tokens:
+    smallest, largest = (int(t) for t in ids.aminmax())
+    if smallest < 0 or largest >= num_tokens:
         raise ValueError(
             f"{name} must be token ids from 0 to {num_tokens - 1}, those of the vocabulary, "
-            f"got {least if least < 0 else most}"
+            f"got {smallest if smallest < 0 else largest}"
         )
     return ids

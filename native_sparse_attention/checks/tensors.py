@@ -73,13 +73,15 @@ def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
                 if size != int(axis):
                     raise ValueError(f"{name} must have shape [{spec}], got {list(tensor.shape)}")
                 continue
-            known, owner = sizes.setdefault(axis, (size, name))
-            if size != known:
+            size_of_axis, owner = sizes.setdefault(axis, (size, name))
+            if size != size_of_axis:
                 first = tensors[owner][0]
                 slip = place in (1, 2) and isinstance(first, Tensor) and first.ndim == 4
                 swapped = isinstance(first, Tensor) and slip and first.shape[3 - place] == size
                 hint = f". {HINT}" if swapped else ""
-                raise ValueError(f"{name} has {axis}={size} but {owner} has {axis}={known}{hint}")
+                raise ValueError(
+                    f"{name} has {axis}={size} but {owner} has {axis}={size_of_axis}{hint}"
+                )
             if axis in NEVER_EMPTY and size == 0:
                 raise ValueError(
                     f"{name} must have {axis} of at least 1 in its shape [{spec}], "
@@ -212,8 +214,8 @@ def check_branches(branches: Any) -> tuple[str, ...]:
 
 def check_memory(mem_k: Tensor | None, mem_v: Tensor | None) -> None:
     if (mem_k is None) != (mem_v is None):
-        name, other = ("mem_k", "mem_v") if mem_v is None else ("mem_v", "mem_k")
-        raise ValueError(f"mem_k and mem_v go together: {name} was given, {other} was not")
+        name, partner = ("mem_k", "mem_v") if mem_v is None else ("mem_v", "mem_k")
+        raise ValueError(f"mem_k and mem_v go together: {name} was given, {partner} was not")
 
 
 def check_leaders(

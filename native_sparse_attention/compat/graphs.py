@@ -10,9 +10,9 @@ ALWAYS_EXPORTING = torch.__version__.startswith(("2.8.", "2.9.", "2.10.", "2.11.
 
 # einops registers a type at its first use. If that happened in a traced graph, the graph's guard on
 # the registry would fail at the next call, and torch would compile again.
-for known in (torch.empty(0), torch.nn.Parameter(torch.empty(0))):
-    rearrange(known, "n -> n")
-del known
+for sample in (torch.empty(0), torch.nn.Parameter(torch.empty(0))):
+    rearrange(sample, "n -> n")
+del sample
 
 
 def is_exporting() -> bool:

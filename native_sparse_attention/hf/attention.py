@@ -151,7 +151,7 @@ def attention(
     call = call if sinks is None else call.but(sinks=sinks[None])
     is_step = backend == "triton" or (backend == "auto" and q.is_cuda)
     is_step = is_step and not (is_window or is_dense or is_first)
-    facts: dict[str, Any] = dict(config=config, others=(ck,), dense_length=config.dense_length)
+    facts: dict[str, Any] = dict(config=config, operands=(ck,), dense_length=config.dense_length)
     if is_step and not why_not("decode_attention", q, k, v, **facts):
         if isinstance(starts, int):
             starts = torch.full((B,), starts, device=q.device, dtype=torch.int32)

@@ -220,11 +220,11 @@ def dense_prefix(call: Call, config: AttentionConfig) -> int:
     n = config.num_initial_blocks + config.num_selected_blocks
     n += config.num_local_blocks if config.causal else 0
     # an exported graph has one form for all lengths
-    known = not isinstance(call.q_offset, Tensor) and not is_exporting()
+    is_known = not isinstance(call.q_offset, Tensor) and not is_exporting()
     # blocks whose windows end later are no candidates; gradients of scores need the ranking
     whole = config.d <= s and not config.use_diff_topk
     whole = whole and (config.num_local_blocks > 0 or not config.causal)
-    if known and (length >= S or (whole and blocks.num_blocks(S, s) <= n)):
+    if is_known and (length >= S or (whole and blocks.num_blocks(S, s) <= n)):
         return T
     if not config.causal or not length or isinstance(call.q_offset, Tensor):
         return 0

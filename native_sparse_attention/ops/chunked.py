@@ -125,7 +125,7 @@ def attend_rows(
     q = q[..., rows, :]
     acc = q.new_zeros(*q.shape[:-1], v.shape[-1])  # unnormalized output
     m = q.new_full(q.shape[:-1], float("-inf"))  # greatest logit so far
-    l, seen = torch.zeros_like(m), torch.zeros_like(m, dtype=torch.bool)
+    l, has_keys = torch.zeros_like(m), torch.zeros_like(m, dtype=torch.bool)
     for keys in key_chunks:
         tile = form_tile(q, k, gates, rows, keys, plan)
         m_new = torch.maximum(m, tile.logits.amax(dim=-1))
@@ -133,10 +133,12 @@ def attend_rows(
         p, alpha = torch.exp(tile.logits - shift[..., None]), torch.exp(m - shift)
         acc = acc * alpha[..., None] + times(p, v[:, :, keys])
         m, l = m_new, l * alpha + p.sum(dim=-1)
-        seen = seen | (torch.ones_like(seen) if tile.mask is None else tile.mask.any(dim=-1))
-    l = l.masked_fill(~seen, 1.0)
-    out = (acc / l[..., None]).masked_fill(~seen[..., None], 0.0)
-    lse, m = (t.masked_fill(~seen, float("-inf")) for t in (m + l.log(), m))
+        has_keys = has_keys | (
+            torch.ones_like(has_keys) if tile.mask is None else tile.mask.any(dim=-1)
+        )
+    l = l.masked_fill(~has_keys, 1.0)
+    out = (acc / l[..., None]).masked_fill(~has_keys[..., None], 0.0)
+    lse, m = (t.masked_fill(~has_keys, float("-inf")) for t in (m + l.log(), m))
     return out, lse, m
 
 

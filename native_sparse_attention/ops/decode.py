@@ -136,10 +136,10 @@ def decode_attention(
         soft_cap=soft_cap,
     )
     streams: dict[str, Any] = dict(k=k, v=v, ck=ck, cv=cv)
-    others: dict[str, Any] = dict(
+    query_tensors: dict[str, Any] = dict(
         cq=cq, mem_k=mem_k, mem_v=mem_v, window_k=window_k, window_v=window_v
     )
-    nsa.check_branch_tensors(dict(ck=ck, cv=cv, branch_gates=branch_gates, **others), config)
+    nsa.check_branch_tensors(dict(ck=ck, cv=cv, branch_gates=branch_gates, **query_tensors), config)
     dims = check_shapes(
         q=(q, "B T H D"),
         cq=(cq, "B T H D"),
@@ -153,7 +153,7 @@ def decode_attention(
         counts=(counts, "B"),
         page_table=(page_table, "B most"),
     )
-    check_same(q=q, **streams, **others)
+    check_same(q=q, **streams, **query_tensors)
     check_tensor("branch_gates", branch_gates, FLOAT_DTYPES, q.device)
     check_groups(dims["H"], dims["K"])
     check_memory(mem_k, mem_v)
@@ -173,13 +173,14 @@ def decode_attention(
     name = dispatch.choose(
         ("triton", "eager") if q.is_cuda and backend == "auto" else backend,  # flex has no form
         "decode_attention", q, k, v=v, config=config,
-        dense_length=config.dense_length, others=(ck, cv, branch_gates, sinks, *others.values()),
+        dense_length=config.dense_length,
+        operands=(ck, cv, branch_gates, sinks, *query_tensors.values()),
     )  # fmt: skip
     if name == "triton" and counters is None:
         counters = workspace(q.shape[0], k.shape[2], q.device)
     call = DecodeInputs(
         q=q, branch_gates=branch_gates, lengths=lengths, counts=counts, page_table=page_table,
-        sinks=sinks, counters=counters, ranking=ranking, **streams, **others,
+        sinks=sinks, counters=counters, ranking=ranking, **streams, **query_tensors,
     )  # fmt: skip
     return (run_decode_kernels if name == "triton" else decode_eagerly)(config, call)
 
@@ -229,10 +230,10 @@ def decode_eagerly(config: AttentionConfig, call: DecodeInputs) -> Tensor:
     if keeps_ranking:
         last = ((starts - 1) % ranking.shape[2])[:, None, None, None]
         leader = ranking.gather(2, last.expand(-1, ranking.shape[1], 1, ranking.shape[3]))[:, :, 0]
-    others = {name: getattr(call, name) for name in ("cq", "mem_k", "mem_v", "sinks")}
+    query_tensors = {name: getattr(call, name) for name in ("cq", "mem_k", "mem_v", "sinks")}
     whole = Call(
         q, branch_gates=call.branch_gates, q_offset=starts, leader_indices=leader, **streams,
-        **others,
+        **query_tensors,
     )  # fmt: skip
     out, block_indices = branches.attend(whole, config, "eager", keep_slots=keeps_ranking)
     new = torch.arange(T, device=q.device)
@@ -240,8 +241,8 @@ def decode_eagerly(config: AttentionConfig, call: DecodeInputs) -> Tensor:
         keep = (new < (ends - starts)[:, None])[:, None, :, None]
         slots = ((starts[:, None] + new) % ranking.shape[2])[:, None, :, None]
         slots = slots.expand(-1, ranking.shape[1], -1, ranking.shape[3])
-        kept = torch.where(keep, block_indices.transpose(1, 2), ranking.gather(2, slots))
-        ranking.scatter_(2, slots, kept)
+        ranked = torch.where(keep, block_indices.transpose(1, 2), ranking.gather(2, slots))
+        ranking.scatter_(2, slots, ranked)
     if call.counts is None:
         return out
     return out.masked_fill((new >= call.counts[:, None])[..., None, None], 0.0)
@@ -271,13 +272,13 @@ def check_ranking(
     if ranking is None:
         raise ValueError("ranking must be given where selection_stride is above 1")
     ranks = dims["K" if config.query_heads_share_selected_kv else "H"]
-    B, least, n = dims["B"], dims["T"] + 1, config.num_selected_blocks
+    B, min_tokens, n = dims["B"], dims["T"] + 1, config.num_selected_blocks
     size = ranking.shape[2] if isinstance(ranking, Tensor) and ranking.ndim == 4 else 0
-    shape = (B, ranks, max(size, least), n)
+    shape = (B, ranks, max(size, min_tokens), n)
     if not isinstance(ranking, Tensor) or ranking.shape != shape or ranking.dtype != torch.int32:
         raise ValueError(
-            f"ranking must be int32 of shape {list(shape)}, of at least T + 1 = {least} tokens, "
-            f"got {shown(ranking)}"
+            f"ranking must be int32 of shape {list(shape)}, of at least T + 1 = {min_tokens} "
+            f"tokens, got {shown(ranking)}"
         )
     check_tensor("ranking", ranking, (torch.int32,), device, shape)
     check_contiguous("ranking", ranking)

@@ -46,11 +46,11 @@ def choose(backend: Backend, op: str, q: Tensor, k: Tensor, **facts: Any) -> str
         reasons[name] = why_not(op, q=q, k=k, **facts)
         if not reasons[name]:
             return name
-    told = "; ".join(
+    message = "; ".join(
         f"backend {name!r} cannot run this call of {op}: {', '.join(why)}"
         for name, why in reasons.items()
     )
-    raise NotImplementedError(f"{told}. Use backend='auto' to fall back.")
+    raise NotImplementedError(f"{message}. Use backend='auto' to fall back.")
 
 
 def run(backend: str, op: str, *tensors: Tensor, block_sizes: Any = None, **settings: Any) -> Any:

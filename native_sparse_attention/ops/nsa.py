@@ -172,18 +172,17 @@ def choose_backend(call: Call, config: AttentionConfig, backend: dispatch.Backen
 
 def check_branch_tensors(named: dict[str, Any], config: AttentionConfig) -> None:
     """Check that the branches have their tensors and masks, and that no others are given."""
-    branches, of = config.branches, dict.fromkeys(BRANCHES, False)
-    of |= dict.fromkeys(branches, True)
-    wanted = dict(
-        ck=config.compresses, cq=config.compresses, cv=of["compressed"], mem_k=of["compressed"],
-        mem_v=of["compressed"], fine_selection_flex_mask=of["selected"], window_k=of["window"],
-        window_v=of["window"], sliding_window_flex_mask=of["window"],
-        branch_gates=len(branches) > 1,
+    branches, ranks = config.branches, config.compresses
+    has_cmp, has_sel, has_win = (branch in branches for branch in BRANCHES)
+    reads = dict(
+        ck=ranks, cq=ranks, cv=has_cmp, mem_k=has_cmp, mem_v=has_cmp,
+        fine_selection_flex_mask=has_sel, window_k=has_win, window_v=has_win,
+        sliding_window_flex_mask=has_win, branch_gates=len(branches) > 1,
     )  # fmt: skip
-    for name, has_use in wanted.items():
+    for name, has_use in reads.items():
         if not has_use and named.get(name) is not None:
             raise ValueError(f"{name} must be None with branches={branches}, which do not read it")
-    check_given(**{name: named[name] for name in ("ck", "cv", "branch_gates") if wanted[name]})
+    check_given(**{name: named[name] for name in ("ck", "cv", "branch_gates") if reads[name]})
 
 
 def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call:
@@ -197,13 +196,13 @@ def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call
     q, mem_k, mem_v = call.q, call.mem_k, call.mem_v
     branches = len(config.branches)
     # queries and keys that only rank may have a width of their own, and a query for each KV head
-    own = call.cq is not None and "compressed" not in config.branches
+    has_ranking_queries = call.cq is not None and "compressed" not in config.branches
     dims = check_shapes(
         q=(q, "B T H D"),
-        cq=(call.cq, "B T R I" if own else "B T H D"),
+        cq=(call.cq, "B T R I" if has_ranking_queries else "B T H D"),
         k=(call.k, "B S K D"),
         v=(call.v, "B S K E"),
-        ck=(call.ck, "B W K I" if own else "B W K D"),
+        ck=(call.ck, "B W K I" if has_ranking_queries else "B W K D"),
         cv=(call.cv, "B W K E"),
         mem_k=(mem_k, "K m D"),
         mem_v=(mem_v, "K m E"),
@@ -211,7 +210,7 @@ def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call
         window_v=(call.window_v, "B S K E"),
         branch_gates=(call.branch_gates, f"B T H {branches}"),
     )
-    if own and dims["R"] not in (dims["H"], dims["K"]):
+    if has_ranking_queries and dims["R"] not in (dims["H"], dims["K"]):
         raise ValueError(f"cq must have H={dims['H']} or K={dims['K']} heads, got {dims['R']}")
     inputs = call.tensors()
     check_same(**{name: inputs[name] for name in inputs if name not in ("branch_gates", "sinks")})
@@ -228,10 +227,10 @@ def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call
     if config.ranks:
         check_first_group(offset, config.selection_stride, leaders)
     check_flex_masks(*masks)
-    beyond = [n for n in ("documents", "sinks") if getattr(call, n) is not None]
-    if masks != (None, None) and (beyond or config.soft_cap is not None):
+    unsupported = [n for n in ("documents", "sinks") if getattr(call, n) is not None]
+    if masks != (None, None) and (unsupported or config.soft_cap is not None):
         raise ValueError(
             "sliding_window_flex_mask and fine_selection_flex_mask must be None with "
-            f"{(beyond or ['soft_cap'])[0]}, which they know nothing of"
+            f"{(unsupported or ['soft_cap'])[0]}, which they know nothing of"
         )
     return call.but(q_offset=offset)

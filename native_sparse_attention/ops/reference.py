@@ -256,9 +256,9 @@ def selected_attention(
         chosen = scatter_blocks(chosen, indices, num_blocks, False)
         # [b r i c] -> [b k g' i j] with g' = 1 if a group shares its block indices
         attended = rearrange(chosen | forced(rows), "b (k g) i c -> b k g i c", k=kv)
-        past = (j[keys] <= i[:, rows, None]) | (not causal)
-        past = keep_document(past, j[keys], documents, rows)
-        return attended.index_select(-1, block_of_key[keys]) & past[:, None, None]
+        visible_keys = (j[keys] <= i[:, rows, None]) | (not causal)
+        visible_keys = keep_document(visible_keys, j[keys], documents, rows)
+        return attended.index_select(-1, block_of_key[keys]) & visible_keys[:, None, None]
 
     def expand_gates(gates: Tensor, rows: slice, keys: slice) -> Tensor:
         gate = scatter_blocks(gates.to(q.dtype), block_indices[:, rows], num_blocks, 1.0)
@@ -288,8 +288,8 @@ def sliding_window_attention(
 
     def mask(rows: slice, keys: slice) -> Tensor:
         distance = i[:, rows, None] - j[keys]
-        seen = (distance <= max_past) & (-distance <= max_future)
-        return keep_document(seen, j[keys], documents, rows)[:, None, None]
+        visible = (distance <= max_past) & (-distance <= max_future)
+        return keep_document(visible, j[keys], documents, rows)[:, None, None]
 
     def key_range(first: int, last: int) -> tuple[int, int]:
         return first - max_past, last + max_future + 1
@@ -445,8 +445,8 @@ def candidates(
         first, end = (t[..., None] for t in documents.blocks(s))
         candidate = (c >= first + num_initial_blocks) & (c < end)
     if causal:
-        past = c <= (i // s)[..., None] - max(num_local_blocks, 1)
-        candidate = candidate & past & (c < blocks.num_complete_blocks(i, d, s)[..., None])
+        visible_keys = c <= (i // s)[..., None] - max(num_local_blocks, 1)
+        candidate = candidate & visible_keys & (c < blocks.num_complete_blocks(i, d, s)[..., None])
     return candidate
 
 

@@ -92,10 +92,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, key: str, start: int, *inputs: Any) -> Any:
-        out, lse, block_indices, *kept = attend(inputs, start, key, True)
+        out, lse, block_indices, *saved_rows = attend(inputs, start, key, True)
         ctx.key, ctx.start = key, start
         is_single = lse.ndim == 3
-        ctx.save_for_backward(*inputs, block_indices, *((out, lse) if is_single else kept))
+        ctx.save_for_backward(*inputs, block_indices, *((out, lse) if is_single else saved_rows))
         ctx.mark_non_differentiable(*((block_indices,) if is_single else (block_indices, lse)))
         if not torch.compiler.is_compiling():  # dynamo has no such setting
             ctx.set_materialize_grads(False)
@@ -106,19 +106,20 @@ class Attention(torch.autograd.Function):
         refuse_higher_derivatives("attention")
         saved = ctx.saved_tensors  # read once: activation checkpointing gives them only once
         number = len(Inputs._fields)
-        inputs, block_indices, kept = saved[:number], saved[number], list(saved[number + 1 :])
+        inputs, block_indices, saved_rows = saved[:number], saved[number], list(saved[number + 1 :])
         wanted = list(ctx.needs_input_grad[2 : 2 + len(DIFFERENTIABLE)])
         grads = [None] * number
-        if len(kept) == 6:  # outputs and log-sum-exps of three branches
-            d_gates, *rows = backward_preprocess(d_out, kept, inputs[BRANCH_GATES])
-            kept, grads[BRANCH_GATES], wanted[BRANCH_GATES] = [*kept[3:], *rows], d_gates, False
+        if len(saved_rows) == 6:  # outputs and log-sum-exps of three branches
+            d_gates, *rows = backward_preprocess(d_out, saved_rows, inputs[BRANCH_GATES])
+            saved_rows = [*saved_rows[3:], *rows]
+            grads[BRANCH_GATES], wanted[BRANCH_GATES] = d_gates, False
             del saved  # the last references to the branch outputs
             if not torch.compiler.is_compiling():
                 ctx.maybe_clear_saved_tensors()
-        call = inputs, block_indices, kept, wanted, ctx.start, ctx.key
-        found = iter(attend_backward([d_out, d_lse], *call))
+        call = inputs, block_indices, saved_rows, wanted, ctx.start, ctx.key
+        grad_iter = iter(attend_backward([d_out, d_lse], *call))
         for i, is_wanted in enumerate(wanted):
-            grads[i] = next(found) if is_wanted else grads[i]
+            grads[i] = next(grad_iter) if is_wanted else grads[i]
         return None, None, *grads
 
 
@@ -132,8 +133,8 @@ def attend_fake(inputs: list[Any], start: int, key: str, trains: bool) -> list[T
     indices = empty_block_indices(t, config)
     if len(config.branches) == 1:
         return [out, lse, indices]
-    kept = 0 if config.recompute else 3
-    outs, lses = ([torch.empty_like(x) for _ in range(kept)] for x in (out, lse))
+    number = 0 if config.recompute else 3
+    outs, lses = ([torch.empty_like(x) for _ in range(number)] for x in (out, lse))
     return [out, lse.new_empty(0), indices, *outs, *lses]
 
 
@@ -149,39 +150,40 @@ def attend(inputs, start, key, trains):
     return forward(t, start, config)
 
 
-def preprocess_fake(d_out: Tensor, kept: list[Tensor], gates: Tensor) -> list[Tensor]:
+def preprocess_fake(d_out: Tensor, saved_rows: list[Tensor], gates: Tensor) -> list[Tensor]:
     rows = [gates.new_empty(3, *d_out.shape[:3], dtype=torch.float32) for _ in range(2)]
     return [torch.empty_like(gates, memory_format=torch.contiguous_format), *rows]
 
 
 @operator(
-    "attend_backward_preprocess(Tensor d_out, Tensor[] kept, Tensor gates) -> Tensor[]",
+    "attend_backward_preprocess(Tensor d_out, Tensor[] saved_rows, Tensor gates) -> Tensor[]",
     fake=preprocess_fake,
 )
-def backward_preprocess(d_out, kept, gates):
+def backward_preprocess(d_out, saved_rows, gates):
     """Gradient of the gates, gated log-sum-exps and deltas of the branches [3 B T H], from their
     outputs and log-sum-exps."""
     from ...kernels import combine
 
-    return list(combine.backward(d_out.contiguous(), kept[:3], kept[3:], gates))
+    return list(combine.backward(d_out.contiguous(), saved_rows[:3], saved_rows[3:], gates))
 
 
-def backward_fake(d_outs, inputs, block_indices, kept, wanted, start, key):
+def backward_fake(d_outs, inputs, block_indices, saved_rows, wanted, start, key):
     leaves = zip(inputs, wanted, strict=False)
     return [t.new_empty(t.shape) for t, is_wanted in leaves if is_wanted]
 
 
 @operator(
-    "attend_backward(Tensor?[] d_outs, Tensor?[] inputs, Tensor block_indices, Tensor[] kept, "
-    "bool[] wanted, SymInt start, str key) -> Tensor[]",
+    "attend_backward(Tensor?[] d_outs, Tensor?[] inputs, Tensor block_indices, "
+    "Tensor[] saved_rows, bool[] wanted, SymInt start, str key) -> Tensor[]",
     fake=backward_fake,
 )
-def attend_backward(d_outs, inputs, block_indices, kept, wanted, start, key):
+def attend_backward(d_outs, inputs, block_indices, saved_rows, wanted, start, key):
     """Gradients of the `wanted` differentiable inputs, in order, from those of the output and of
-    the log-sum-exp. `kept`: the output and log-sum-exp of a single branch; or the log-sum-exps of
-    three branches and the rows of `backward_preprocess`, which formed the gradient of the gates."""
+    the log-sum-exp. `saved_rows`: the output and log-sum-exp of a single branch; or the
+    log-sum-exps of three branches and the rows of `backward_preprocess`, which formed the gradient
+    of the gates."""
     t = Inputs(*inputs)
-    grads = backward(d_outs, t, block_indices, kept, start, config_of_key(key))
+    grads = backward(d_outs, t, block_indices, saved_rows, start, config_of_key(key))
     leaves = zip(DIFFERENTIABLE, inputs, wanted, strict=False)
     chosen = [(grads[name], leaf) for name, leaf, is_wanted in leaves if is_wanted]
     return [grad.to(leaf.dtype).contiguous() for grad, leaf in chosen]
@@ -209,13 +211,13 @@ def compile_first(t: Inputs, start: int, config: AttentionConfig, trains: bool) 
     compiled.add(kind)
 
     def dry_run() -> None:
-        out, lse, block_indices, *kept = forward(t, start, config)
+        out, lse, block_indices, *saved_rows = forward(t, start, config)
         if trains:
             d_out = torch.empty_like(out)
-            if kept:
-                rows = backward_preprocess(d_out, kept, t.branch_gates)[1:]
-                kept = [*kept[3:], *rows]
-            backward([d_out, None], t, block_indices, kept or [out, lse], start, config)
+            if saved_rows:
+                rows = backward_preprocess(d_out, saved_rows, t.branch_gates)[1:]
+                saved_rows = [*saved_rows[3:], *rows]
+            backward([d_out, None], t, block_indices, saved_rows or [out, lse], start, config)
 
     if precompile.is_possible():
         # out of memory: kernels compile at their launch instead
@@ -246,17 +248,17 @@ def backward(
     d_outs: list[Any],
     t: Inputs,
     block_indices: Tensor,
-    kept: list[Tensor],
+    saved_rows: list[Tensor],
     start: int,
     config: AttentionConfig,
 ) -> dict[str, Tensor]:
     """Gradients by the names of the inputs."""
     with block_sizes(config):
         if len(config.branches) == 3:
-            return backward_branches(d_outs[0], t, block_indices, kept, start, config)
+            return backward_branches(d_outs[0], t, block_indices, saved_rows, start, config)
         from ...kernels import combine
 
-        out, lse = kept
+        out, lse = saved_rows
         d_out = torch.zeros_like(out) if d_outs[0] is None else aligned(d_outs[0])
         d_lse = None if d_outs[1] is None else d_outs[1].contiguous()
         bwd = combine.backward_inputs(d_out, out, lse, d_lse)
@@ -381,8 +383,8 @@ def backward_selected(
 def forward_branches(t: Inputs, start: int, config: AttentionConfig) -> list[Tensor]:
     out, _ = empty_outputs(t.q, t.v)
     outs, lses, block_indices = attend_branches(t, start, config, out)
-    kept = [] if config.recompute else [*outs, *lses]
-    return [out, lses[0].new_empty(0), block_indices, *kept]
+    saved_rows = [] if config.recompute else [*outs, *lses]
+    return [out, lses[0].new_empty(0), block_indices, *saved_rows]
 
 
 def attend_branches(
@@ -415,10 +417,10 @@ def attend_branches(
             rank(lse_cmp)
     block_indices, selection = plan_selection(t, block_indices, start, config)
     inputs = selected.Inputs(q, k, v, selection, scale)
-    near: Any = None
+    inner_range: Any = None
     window_k, window_v = k, v
     if t.window_k is None:
-        near = selected.forced_blocks_in_window(inputs, config.sliding_window_size)[1]
+        inner_range = selected.forced_blocks_in_window(inputs, config.sliding_window_size)[1]
     else:
         window_k, window_v = unit_stride(*window_keys(t))
     plan = selected.plan_forward(inputs)
@@ -435,12 +437,12 @@ def attend_branches(
             out_cmp, lse_cmp = attend_compressed(norms_cmp)
         keys = kv_range("window", t, start, config)
         out_win, lse_win, *partial = flash_fwd.forward(
-            q, window_k, window_v, keys, scale, inner=near, sinks=sink_win, inner_sinks=sink_sel,
-            norms=norms if t.window_k is None else None,
+            q, window_k, window_v, keys, scale, inner=inner_range, sinks=sink_win,
+            inner_sinks=sink_sel, norms=norms if t.window_k is None else None,
         )  # fmt: skip
-    done = (partial[0], partial[1]) if partial else None
+    partial_out = (partial[0], partial[1]) if partial else None
     combined = None if out is None else CombineInputs(out_cmp, out_win, t.branch_gates, out)
-    out_sel, lse_sel = selected.forward(inputs, done, sink_sel, combined, norms, plan)
+    out_sel, lse_sel = selected.forward(inputs, partial_out, sink_sel, combined, norms, plan)
     return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], block_indices
 
 
@@ -452,7 +454,7 @@ def backward_branches(
     d_out: Tensor,
     t: Inputs,
     block_indices: Tensor,
-    kept: list[Tensor],
+    saved_rows: list[Tensor],
     start: int,
     config: AttentionConfig,
 ) -> dict[str, Tensor]:
@@ -471,7 +473,7 @@ def backward_branches(
         grads["branch_gates"], gated, delta = combine.backward(d_out, outs, lses, t.branch_gates)
         del outs
     else:
-        *lses, gated, delta = kept
+        *lses, gated, delta = saved_rows
     cmp, sel, win = combine.branch_backward_inputs(d_out, gated, delta)
 
     q, k, v, ck, cv = unit_stride(t.q, t.k, t.v, t.ck, t.cv)
@@ -482,12 +484,12 @@ def backward_branches(
     inputs = selected.Inputs(q, k, v, chosen, scale)
     first: Any = None
     inner: Any = None
-    near_k, near_v = k, v
+    local_k, local_v = k, v
     if t.window_k is None:
         first, inner = selected.forced_blocks_in_window(inputs, config.sliding_window_size)
     else:
-        near_k, near_v = unit_stride(*window_keys(t))
-    within = None if inner is None else (inner, sel)
+        local_k, local_v = unit_stride(*window_keys(t))
+    inner_args = None if inner is None else (inner, sel)
     selected_args = (inputs, sel)
     plan = selected.plan_backward(inputs)
     dq = Accumulator(q)
@@ -496,8 +498,8 @@ def backward_branches(
 
     def through_queries() -> None:
         flash_bwd.backward_q(query, ck, cv, range_cmp, scale, cmp, dcq, memory)
-        flash_bwd.backward_q(q, near_k, near_v, range_win, scale, win, dq, inner=within)
-        if within is None:
+        flash_bwd.backward_q(q, local_k, local_v, range_win, scale, win, dq, inner=inner_args)
+        if inner_args is None:
             selected.forced_backward_q(*selected_args, dq)
         if chosen.gates is None:
             streams.wait(q.device, ready)
@@ -506,21 +508,21 @@ def backward_branches(
     d_gates = None
     if chosen.gates is not None:
         d_gates = selected.topn_backward_q(*selected_args, dq, plan)
-    with streams.forked(q.device, ahead=True) as ahead, streams.forked(q.device) as side:
-        with ahead:
+    with streams.forked(q.device, ahead=True) as prefetch, streams.forked(q.device) as side:
+        with prefetch:
             plan.run(chosen)
             ready = streams.mark(q.device)
         with side:
             through_queries()
         partials = [flash_bwd.backward_kv(query, ck, cv, range_cmp, scale, cmp)]
         grads["ck"], grads["cv"] = reduce_partials(partials, ck, cv, ck.dtype)
-        partials = [flash_bwd.backward_kv(q, near_k, near_v, range_win, scale, win, within)]
+        partials = [flash_bwd.backward_kv(q, local_k, local_v, range_win, scale, win, inner_args)]
         if t.window_k is not None:
-            d_window, partials = reduce_partials(partials, near_k, near_v, k.dtype), []
+            d_window, partials = reduce_partials(partials, local_k, local_v, k.dtype), []
             grads["window_k"], grads["window_v"] = d_window
         if inner is not None and first is not None:
             partials.append(flash_bwd.backward_prefix(q, first, inner, scale, sel))
-        if not within:
+        if not inner_args:
             dk, dv = selected.forced_backward_kv(*selected_args)
             partials.append((dk[None], dv[None]))
         dk, dv = reduce_partials(partials, k, v)  # topn_backward_kv adds to these
@@ -548,11 +550,11 @@ def backward_branches(
 # arguments of the launches
 
 
-def compile_ahead(dry_run: Callable[[], Any], done: Callable[[int, int], None] | None) -> int:
+def compile_ahead(dry_run: Callable[[], Any], show: Callable[[int, int], None] | None) -> int:
     """`kernels.common.precompile.compile_ahead`; compiles 0 kernels if that is not possible."""
     from ...kernels.common import precompile
 
-    return precompile.compile_ahead(dry_run, done) if precompile.is_possible() else 0
+    return precompile.compile_ahead(dry_run, show) if precompile.is_possible() else 0
 
 
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,8 +50,8 @@ def too_large(op: str, q: Tensor, group: int, width: int, s: int) -> list[str]:
         needed = launch.backward_bytes(group, width)
     if needed <= most:
         return []
-    of = f"{group} heads of width {width} in {str(q.dtype).removeprefix('torch.')}"
-    return [f"a tile of {of} takes {needed} bytes, this GPU holds {most}"]
+    tile = f"{group} heads of width {width} in {str(q.dtype).removeprefix('torch.')}"
+    return [f"a tile of {tile} takes {needed} bytes, this GPU holds {most}"]
 
 
 def why_no_step(config: AttentionConfig) -> list[str]:
@@ -75,10 +75,10 @@ def why_not(
     gates: Tensor | None = None,
     q_offset: int | Tensor = 0,
     config: AttentionConfig | None = None,
-    others: Sequence[Tensor | None] = (),
+    operands: Sequence[Tensor | None] = (),
     dense_length: int = 0,
 ) -> list[str]:
-    """Reasons why the kernels cannot run this call; empty if they can. Of a decode step: `others`
+    """Reasons why the kernels cannot run this call; empty if they can. Of a decode step: `operands`
     are its tensors beside q, k and v, and below `dense_length` tokens attend to all keys."""
     reasons = []
     if not HAS_TRITON:
@@ -110,7 +110,7 @@ def why_not(
             reasons.append(f"dense_length={dense_length}: some tokens may attend to all keys")
         if q.shape[1] > MAX_NEW:
             reasons.append(f"{q.shape[1]} new tokens in each row, at most {MAX_NEW}")
-        leaves = (t for t in (q, k, v, *others) if t is not None)
+        leaves = (t for t in (q, k, v, *operands) if t is not None)
         if torch.is_grad_enabled() and any(t.requires_grad for t in leaves):
             reasons.append("its kernels have no gradients")
     return reasons
