@@ -53,12 +53,6 @@ def draw_pairs(mask_mod: MaskMod, q_len: int, kv_len: int, most: int = CELLS) ->
     return Drawing(size, allowed, rows[:, None] * columns)
 
 
-def draw_tiles(mask_mod: MaskMod, q_len: int, kv_len: int, size: int) -> Drawing:
-    """Draw the tiles of a block mask, where a tile past the end is never full."""
-    allowed = tile_counts(mask_mod, q_len, kv_len, CPU, size)
-    return Drawing(size, allowed, torch.full_like(allowed, size * size))
-
-
 def describe(name: str, q_len: int, kv_len: int, pairs: Drawing, tiles: Drawing) -> str:
     """Both pictures as text, with their counts."""
     empty, partial, full = (int((tiles.states() == state).sum()) for state in range(3))
@@ -111,8 +105,8 @@ def save(path: Path, name: str, q_len: int, kv_len: int, pairs: Drawing, tiles: 
     Image.open(picture).convert("RGB").quantize(32).save(path, optimize=True)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """A parser with one command per mask, each with its own settings."""
+def main(argv: list[str] | None = None) -> None:
+    """Each mask is a command with its own settings."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--length", type=int, default=512, help="queries (512)")
     common.add_argument("--block-size", type=int, default=TILE, help=f"side of a tile ({TILE})")
@@ -121,19 +115,15 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m native_sparse_attention.masks",
         description="Draws a mask: every pair, and the tiles that a block mask of it skips.",
     )
-    names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, entry in catalog.CATALOG.items():
-        command = names.add_parser(name, parents=[common], help=entry.meaning)
+        command = commands.add_parser(name, parents=[common], help=entry.meaning)
         for key, option in entry.options.items():
-            command.add_argument(f"--{key.replace('_', '-')}", type=int, help=option.meaning)
-    return parser
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = build_parser()
+            flag, default = f"--{key.replace('_', '-')}", argparse.SUPPRESS
+            command.add_argument(flag, type=int, default=default, help=option.meaning)
     args = parser.parse_args(argv)
-    options = {key: getattr(args, key) for key in catalog.CATALOG[args.name].options}
-    options = {key: value for key, value in options.items() if value is not None}
+    names = catalog.CATALOG[args.name].options.keys() & vars(args).keys()
+    options = {name: getattr(args, name) for name in names}
     try:
         if args.block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {args.block_size}")
@@ -141,7 +131,9 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--out must be a .png file in a folder there is, got {args.out}")
         mask_mod, q_len, kv_len = catalog.make(args.name, args.length, CPU, **options)
         pairs = draw_pairs(mask_mod, q_len, kv_len)
-        tiles = draw_tiles(mask_mod, q_len, kv_len, args.block_size)
+        # a tile past the end is never full
+        counts = tile_counts(mask_mod, q_len, kv_len, CPU, args.block_size)
+        tiles = Drawing(args.block_size, counts, torch.tensor(args.block_size**2))
         sys.stdout.write(describe(args.name, q_len, kv_len, pairs, tiles))
         if args.out is not None:
             dots = draw_pairs(mask_mod, q_len, kv_len, PIXELS)

@@ -73,23 +73,20 @@ def dense_attention(
     return out.flatten(1, 2).to(dtype)
 
 
-def locate(
-    offsets: Tensor, kv_offsets: Tensor | None
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The sequence of each packed token and its position in it, of queries and of keys."""
+def locate(offsets: Tensor, kv_offsets: Tensor | None) -> list[Tensor]:
+    """The sequence of each packed token and its position in it, of queries and then of keys."""
     kv_offsets = offsets if kv_offsets is None else kv_offsets
-    located = []
+    located: list[Tensor] = []
     for name, starts in (("offsets", offsets), ("kv_offsets", kv_offsets)):
         check_cu_seqlens(name, starts)
         sequence = sequence_ids(starts)
-        position = torch.arange(len(sequence), device=starts.device) - starts[sequence]
-        located.append((sequence, position))
+        located += sequence, torch.arange(len(sequence), device=starts.device) - starts[sequence]
     if len(kv_offsets) != len(offsets):
         raise ValueError(
             f"kv_offsets must be of {len(offsets) - 1} sequences as offsets are, "
             f"got {len(kv_offsets) - 1}"
         )
-    return located[0], located[1]
+    return located
 
 
 def jagged_mask_mod(
@@ -104,7 +101,7 @@ def jagged_mask_mod(
         ValueError: offsets are malformed, or differ in their number of sequences.
     """
     check_callable("mask_mod", mask_mod, "(b, h, i, j)")
-    (q_sequence, q_position), (kv_sequence, kv_position) = locate(offsets, kv_offsets)
+    q_sequence, q_position, kv_sequence, kv_position = locate(offsets, kv_offsets)
 
     def jagged_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         same = q_sequence[q_idx] == kv_sequence[kv_idx]
@@ -124,7 +121,7 @@ def jagged_score_mod(
         ValueError: offsets are malformed, or differ in their number of sequences.
     """
     check_callable("score_mod", score_mod, "(score, b, h, i, j)", required=True)
-    (q_sequence, q_position), (_, kv_position) = locate(offsets, kv_offsets)
+    q_sequence, q_position, _, kv_position = locate(offsets, kv_offsets)
 
     def jagged_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score_mod(score, q_sequence[q_idx], h, q_position[q_idx], kv_position[kv_idx])
@@ -163,14 +160,13 @@ def unpack(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def compiled() -> Callable[..., Tensor]:
+def compiled_attention() -> Callable[..., Tensor]:
     """Compile flex_attention at first use, with its own count of recompilations."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    def packed_rows(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        return flex_attention(q, k, v, **options)
-
-    return torch.compile(packed_rows, fullgraph=True)
+    return torch.compile(
+        lambda q, k, v, options: flex_attention(q, k, v, **options), fullgraph=True
+    )
 
 
 def jagged_attention(
@@ -237,5 +233,5 @@ def jagged_attention(
     else:
         options |= {"block_mask": block_mask, "enable_gqa": groups > 1}
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-            out = compiled()(*rows, options)
+            out = compiled_attention()(*rows, options)
     return torch.nested.nested_tensor_from_jagged(out[0].transpose(0, 1), offsets)

@@ -42,6 +42,12 @@ def squarest_width(length: int) -> int:
     return length // height
 
 
+def build_sequence(
+    mask: Callable[..., MaskMod], length: int, device: torch.device, **options: int
+) -> MaskMod:
+    return mask(**options)
+
+
 def build_pixels(
     mask: Callable[..., MaskMod],
     length: int,
@@ -49,20 +55,25 @@ def build_pixels(
     canvas_width: int,
     **kernel: int,
 ) -> MaskMod:
-    (canvas_width,) = check_ints(1, canvas_width=canvas_width)
+    check_ints(1, canvas_width=canvas_width)
     if length % canvas_width:
         raise ValueError(f"canvas_width must divide length={length}, got {canvas_width}")
     return mask(length // canvas_width, canvas_width, **kernel)
 
 
-def growing_offsets(length: int, device: torch.device, documents: int) -> Tensor:
-    """Offsets of sequences with lengths in the ratio 1 : 2 : 3 : ... and a total of `length`."""
+def build_documents(
+    length: int, device: torch.device, documents: int, window: int | None = None
+) -> MaskMod:
+    """Documents with lengths in the ratio 1 : 2 : 3 : ... and a total of `length`."""
     check_ints(1, documents=documents)
     if documents > length:
         raise ValueError(f"documents must be at most length={length}, got {documents}")
     total = documents * (documents + 1)
     ends = [length * n * (n + 1) // total for n in range(documents + 1)]
-    return torch.tensor(ends, device=device)
+    offsets = torch.tensor(ends, device=device)
+    if window is None:
+        return gallery.document(offsets=offsets)
+    return attention.jagged_mask_mod(gallery.sliding_window(window), offsets)
 
 
 def build_flamingo(
@@ -70,17 +81,17 @@ def build_flamingo(
 ) -> tuple[MaskMod, int]:
     """Texts of equal length, one after each image; each text sees the image before it."""
     check_ints(1, images=images)
-    ends = [length * n // images for n in range(images + 1)]
-    intervals = torch.tensor([ends[:-1], ends[1:]], device=device).T
+    ends = torch.arange(images + 1, device=device) * length // images
+    intervals = torch.stack((ends[:-1], ends[1:]), dim=1)
     mod = gallery.flamingo(intervals, image_token_length=image_token_length)
     return mod, images * image_token_length
 
 
 def build_compress(length: int, device: torch.device, stride: int) -> tuple[MaskMod, int]:
-    (stride,) = check_ints(1, stride=stride)
+    mod = nsa.compress_mask_mod(stride)
     if stride > length:
         raise ValueError(f"stride must be at most length={length}, got {stride}")
-    return nsa.compress_mask_mod(stride), blocks.num_windows(length, stride)
+    return mod, blocks.num_windows(length, stride)
 
 
 def build_selected(
@@ -105,43 +116,40 @@ def build_selected(
 
 
 WINDOW = {"window": fraction(8, "keys before the query")}
+DILATED = {
+    "window": fraction(16, "keys before the query"),
+    "dilation": Option(4, "from one key to the next"),
+}
+PREFIX = {"prefix_length": fraction(4, "keys that all see")}
 DOCUMENTS = {"documents": Option(4, "sequences, of lengths as 1 : 2 : 3 : ...")}
 PIXELS = {
     "canvas_width": Option(squarest_width, "pixels of a row; it divides the length"),
     "kernel_height": Option(7, "rows of pixels, odd"),
     "kernel_width": Option(7, "columns of pixels, odd"),
 }
+IMAGES = {
+    "images": Option(4, "images, each before as much text"),
+    "image_token_length": fraction(4, "keys of an image"),
+}
+STRIDE = {"stride": Option(16, "tokens from window to window")}
+SELECTED = {
+    "selection_block_size": Option(64, "tokens of a block"),
+    "num_selected_blocks": Option(2, "blocks drawn at random"),
+}
 
 CATALOG = {
-    "causal": Entry("keys up to the query", lambda n, device: gallery.causal, {}),
+    "causal": Entry("keys up to the query", partial(build_sequence, lambda: gallery.causal), {}),
     "sliding_window": Entry(
-        "the nearest keys before it", lambda n, device, **o: gallery.sliding_window(**o), WINDOW
+        "the nearest keys before it", partial(build_sequence, gallery.sliding_window), WINDOW
     ),
     "dilated_window": Entry(
         "keys before it, some distance apart",
-        lambda n, device, **o: gallery.dilated_window(**o),
-        {
-            "window": fraction(16, "keys before the query"),
-            "dilation": Option(4, "from one key to the next"),
-        },
+        partial(build_sequence, gallery.dilated_window),
+        DILATED,
     ),
-    "prefix_lm": Entry(
-        "a prefix and the past",
-        lambda n, device, **o: gallery.prefix_lm(**o),
-        {"prefix_length": fraction(4, "keys that all see")},
-    ),
-    "document": Entry(
-        "the past of its own document",
-        lambda n, device, **o: gallery.document(offsets=growing_offsets(n, device, **o)),
-        DOCUMENTS,
-    ),
-    "jagged": Entry(
-        "a window within packed sequences",
-        lambda n, device, window, **o: attention.jagged_mask_mod(
-            gallery.sliding_window(window), growing_offsets(n, device, **o)
-        ),
-        DOCUMENTS | WINDOW,
-    ),
+    "prefix_lm": Entry("a prefix and the past", partial(build_sequence, gallery.prefix_lm), PREFIX),
+    "document": Entry("the past of its own document", build_documents, DOCUMENTS),
+    "jagged": Entry("a window within packed sequences", build_documents, DOCUMENTS | WINDOW),
     "sasa": Entry(
         "pixels around it, cut at the border", partial(build_pixels, gallery.sasa), PIXELS
     ),
@@ -150,26 +158,12 @@ CATALOG = {
         partial(build_pixels, gallery.natten),
         PIXELS,
     ),
-    "flamingo": Entry(
-        "text on the image before it",
-        build_flamingo,
-        {
-            "images": Option(4, "images, each before as much text"),
-            "image_token_length": fraction(4, "keys of an image"),
-        },
-    ),
+    "flamingo": Entry("text on the image before it", build_flamingo, IMAGES),
     "compress": Entry(
-        "native sparse attention: windows that ended before it",
-        build_compress,
-        {"stride": Option(16, "tokens from window to window")},
+        "native sparse attention: windows that ended before it", build_compress, STRIDE
     ),
     "selected": Entry(
-        "native sparse attention: selected blocks and its own",
-        build_selected,
-        {
-            "selection_block_size": Option(64, "tokens of a block"),
-            "num_selected_blocks": Option(2, "blocks drawn at random"),
-        },
+        "native sparse attention: selected blocks and its own", build_selected, SELECTED
     ),
 }
 
@@ -178,13 +172,11 @@ def make(name: str, length: int, device: torch.device, **options: Any) -> tuple[
     """A mask mod by name for `length` queries, and its numbers of queries and keys.
 
     Raises:
-        ValueError: an unknown name or option, or a setting that the mask refuses.
+        ValueError: an unknown name, or a setting that the mask refuses.
     """
     check_choice("name", name, CATALOG)
     check_int("length", length, 1)
     entry = CATALOG[name]
-    for option in options:
-        check_choice("option", option, entry.options)
     defaults = {
         key: option.default(length) if callable(option.default) else option.default
         for key, option in entry.options.items()

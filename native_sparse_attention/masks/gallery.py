@@ -10,11 +10,14 @@ torch's `and_masks` and `or_masks` combine mods.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..checks.scalars import check_bool, check_int, check_ints, shown
 from ..checks.tensors import INTEGER_DTYPES
+from .nsa import sliding_mask_mod
 from .tiles import MaskMod, constant
 
 # sequences
@@ -34,13 +37,7 @@ def sliding_window(window: int, causal: bool = True) -> MaskMod:
     Raises:
         ValueError: window below 0.
     """
-    window, causal = check_int("window", window, 0), check_bool("causal", causal)
-    max_past, max_future = constant(window), constant(0 if causal else window)
-
-    def sliding_window_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx - kv_idx <= int(max_past)) & (kv_idx - q_idx <= int(max_future))
-
-    return sliding_window_mask
+    return sliding_mask_mod(check_int("window", window, 0), causal)
 
 
 def dilated_window(window: int, dilation: int, causal: bool = True) -> MaskMod:
@@ -155,25 +152,28 @@ def pixel_window(
     kernel_width = kernel_height if kernel_width is None else kernel_width
     height, width = check_ints(1, canvas_height=canvas_height, canvas_width=canvas_width)
     kernels = check_ints(1, kernel_height=kernel_height, kernel_width=kernel_width)
+    windows = []
     for axis, kernel, canvas in zip(("height", "width"), kernels, (height, width), strict=True):
         if kernel % 2 == 0:
             raise ValueError(f"kernel_{axis} must be odd, so that it has a centre, got {kernel}")
         if inside and kernel > canvas:
             raise ValueError(f"kernel_{axis} must be at most canvas_{axis}={canvas}, got {kernel}")
-    rows, columns = (kernel // 2 for kernel in kernels)
-    # the rows and columns that the centre of a window stays within
-    inner = [(n // 2 if inside else 0) for n in kernels]
-    size, reach_y, reach_x = map(constant, (width, rows, columns))
-    top, left = map(constant, inner)
-    bottom, right = constant(height - 1 - inner[0]), constant(width - 1 - inner[1])
+        windows.append(axis_window(canvas, kernel // 2, kernel // 2 if inside else 0))
+    is_near_y, is_near_x = windows
+    size = constant(width)
 
     def pixel_window_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        y = (q_idx // int(size)).clamp(int(top), int(bottom))
-        x = (q_idx % int(size)).clamp(int(left), int(right))
-        dy, dx = y - kv_idx // int(size), x - kv_idx % int(size)
-        return (dy.abs() <= int(reach_y)) & (dx.abs() <= int(reach_x))
+        columns = int(size)
+        is_near = is_near_y(q_idx // columns, kv_idx // columns)
+        return is_near & is_near_x(q_idx % columns, kv_idx % columns)
 
     return pixel_window_mask
+
+
+def axis_window(length: int, reach: int, margin: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Whether j lies within `reach` of i, which is first moved `margin` away from both ends."""
+    first, last, most = map(constant, (margin, length - 1 - margin, reach))
+    return lambda i, j: (i.clamp(int(first), int(last)) - j).abs() <= int(most)
 
 
 # text and images

@@ -10,7 +10,7 @@ tq, tk  tiles of queries, of keys
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,13 @@ from ..checks.tensors import INDEX_DTYPES, check_given
 from .tiles import (
     TILE,
     MaskMod,
+    and_masks,
     cached,
+    constant,
     default_device,
-    from_ranges,
-    from_tiles,
+    make_block_mask,
+    make_range_mask,
+    read,
     scalar,
     tile_bounds,
 )
@@ -34,17 +37,17 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 # mask mods. `offset` is the absolute position of query 0. The block masks below pass all numbers as
-# tensors of one element: their values may change without a recompilation, and torch 2.11 cannot
-# lower an integer inside a mask mod that dynamo has made symbolic
+# tensors of one element: their values may change without a recompilation
 
-Number = Any  # an int, or a tensor of one element
+Number = int | Tensor  # a tensor of one element
 
 
-def check_number(name: str, value: Number, minimum: int = -TOO_LARGE) -> Number:
-    """Check an integer of at least `minimum`, or a tensor of one, whose value is not read."""
+def check_number(name: str, value: Number, minimum: int = -TOO_LARGE) -> str | Tensor:
+    """Check an integer of at least `minimum`, or a tensor of one, whose value is not read. Returns
+    what `read` reads inside of a mod."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.dtype in INDEX_DTYPES:
         return value
-    return check_int(name, value, minimum)
+    return constant(check_int(name, value, minimum))
 
 
 def sliding_mask_mod(window_size: Number, causal: bool = True, offset: Number = 0) -> MaskMod:
@@ -53,13 +56,12 @@ def sliding_mask_mod(window_size: Number, causal: bool = True, offset: Number = 
     Raises:
         ValueError: window_size below 0, offset not an integer.
     """
-    window_size = check_number("window_size", window_size, 0)
-    causal, offset = check_bool("causal", causal), check_number("offset", offset)
-    max_future = window_size * 0 if causal else window_size
+    max_past, first = check_number("window_size", window_size, 0), check_number("offset", offset)
+    max_future = constant(0) if check_bool("causal", causal) else max_past
 
     def sliding_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        distance = q_idx + offset - kv_idx
-        return (distance <= window_size) & (distance >= -max_future)
+        distance = q_idx + read(first) - kv_idx
+        return (distance <= read(max_past)) & (distance >= -read(max_future))
 
     return sliding_mask
 
@@ -70,12 +72,13 @@ def compress_mask_mod(stride: Number, mem_kv_len: Number = 0, offset: Number = 0
     Raises:
         ValueError: stride below 1, mem_kv_len below 0, offset not an integer.
     """
-    stride, offset = check_number("stride", stride, 1), check_number("offset", offset)
-    mem_kv_len = check_number("mem_kv_len", mem_kv_len, 0)
+    step, first = check_number("stride", stride, 1), check_number("offset", offset)
+    memory = check_number("mem_kv_len", mem_kv_len, 0)
 
     def compress_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         # memory keys are windows of negative index, which every query sees
-        return kv_idx - mem_kv_len < blocks.num_visible_windows(q_idx + offset, stride)
+        num_visible = blocks.num_visible_windows(q_idx + read(first), read(step))
+        return kv_idx - read(memory) < num_visible
 
     return compress_mask
 
@@ -99,13 +102,13 @@ def selected_mask_mod(
         raise ValueError(
             f"membership must be bool of shape [b, r, i, c + 1], got {shown(membership)}"
         )
-    block_size = check_number("block_size", block_size, 1)
-    num_grouped_queries = check_number("num_grouped_queries", num_grouped_queries, 1)
-    causal, offset = check_bool("causal", causal), check_number("offset", offset)
+    size, first = check_number("block_size", block_size, 1), check_number("offset", offset)
+    groups = check_number("num_grouped_queries", num_grouped_queries, 1)
+    causal = check_bool("causal", causal)
 
     def selected_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        member = membership[b_idx, h_idx // num_grouped_queries, q_idx, kv_idx // block_size]
-        return member & (kv_idx <= q_idx + offset) if causal else member
+        member = membership[b_idx, h_idx // read(groups), q_idx, kv_idx // read(size)]
+        return member & (kv_idx <= q_idx + read(first)) if causal else member
 
     return selected_mask
 
@@ -159,7 +162,7 @@ def sliding_block_mask(
     """Block mask of `sliding_mask_mod`: T queries from position `offset`, over S keys."""
     i = torch.arange(q_len, device=device)[None] + offset
     mask_mod = sliding_mask_mod(scalar(window_size, device), causal, scalar(offset, device))
-    return from_ranges(i - window_size, i + 1 + (not causal) * window_size, mask_mod, kv_len)
+    return make_range_mask(i - window_size, i + 1 + (not causal) * window_size, mask_mod, kv_len)
 
 
 @cached
@@ -170,19 +173,19 @@ def compress_block_mask(
     i = torch.arange(q_len, device=device)[None] + offset
     mask_mod = compress_mask_mod(*(scalar(n, device) for n in (stride, mem_kv_len, offset)))
     num_visible = mem_kv_len + blocks.num_visible_windows(i, stride)
-    return from_ranges(torch.zeros_like(i), num_visible, mask_mod, kv_len)
+    return make_range_mask(torch.zeros_like(i), num_visible, mask_mod, kv_len)
 
 
 def range_block_mask(lo: Tensor, hi: Tensor, memory: int, kv_len: int) -> BlockMask:
     """Block mask of packed documents: query i sees the `memory` keys and, after them, keys
-    `lo .. hi - 1`, [b i] each. `kv_len` counts memory too. `from_ranges` has the conditions."""
+    `lo .. hi - 1`, [b i] each. `kv_len` counts memory too. `make_range_mask` has the conditions."""
     lo, hi, num_memory = lo.contiguous(), hi.contiguous(), scalar(memory, lo.device)
 
     def range_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         key = kv_idx - num_memory
         return ((key >= lo[b_idx, q_idx]) & (key < hi[b_idx, q_idx])) | (key < 0)
 
-    return from_ranges(lo, hi, range_mask, kv_len, memory)
+    return make_range_mask(lo, hi, range_mask, kv_len, memory)
 
 
 def selected_block_mask(
@@ -216,17 +219,12 @@ def selected_block_mask(
         touched &= left <= bottom + offset
         full &= right <= top + offset
     touched, full = (t.repeat_interleave(num_grouped_queries, dim=1) for t in (touched, full))
-    numbers = (scalar(n, device) for n in (block_size, num_grouped_queries, offset))
-    size, groups, first = numbers
+    size, groups, first = (scalar(n, device) for n in (block_size, num_grouped_queries, offset))
     mask_mod = selected_mask_mod(membership, size, groups, causal, first)
-    if ends is None:
-        return from_tiles(touched, full, mask_mod, q_len, kv_len)
-    full = full & (right < ends[:, top])[:, None]
-
-    def mask_before_ends(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return mask_mod(b_idx, h_idx, q_idx, kv_idx) & (kv_idx < ends[b_idx, q_idx])
-
-    return from_tiles(touched, full, mask_before_ends, q_len, kv_len)
+    if ends is not None:
+        full = full & (right < ends[:, top])[:, None]
+        mask_mod = and_masks(mask_mod, lambda b, h, i, j: j < ends[b, i])
+    return make_block_mask(touched, full, mask_mod, q_len, kv_len)
 
 
 # names of the published package

@@ -33,12 +33,17 @@ PAIRS_AT_ONCE = 2**24
 
 
 def constant(number: float) -> str:
-    """A number for the closure of a mod, which reads it back with `int` or `float`.
+    """A number for the closure of a mod, which reads it with `int`, `float` or `read`.
 
     torch's compiler makes a number in a closure symbolic at its second value, and flex_attention
     cannot compile symbolic numbers. A string stays a constant of the graph.
     """
     return repr(number)
+
+
+def read(number: str | Tensor) -> Any:
+    """The integer of a `constant`, or a tensor of one element as it is."""
+    return number if isinstance(number, Tensor) else int(number)
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
@@ -90,7 +95,7 @@ def tile_bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor, Tens
     return first, (first + TILE - 1).clamp(max=length - 1), first + TILE <= length
 
 
-def from_tiles(
+def make_block_mask(
     touched: Tensor, full: Tensor, mask_mod: MaskMod, q_len: int, kv_len: int
 ) -> BlockMask:
     """A block mask from the tiles [b h tq tk] with some allowed pair and those with all allowed."""
@@ -110,7 +115,7 @@ def from_tiles(
     )
 
 
-def from_ranges(
+def make_range_mask(
     lo: Tensor, hi: Tensor, mask_mod: MaskMod, kv_len: int, memory: int = 0
 ) -> BlockMask:
     """A block mask for queries that see the first `memory` keys and one KV range after them, keys
@@ -129,7 +134,7 @@ def from_ranges(
     touched = ((left < hi_bottom) & (right >= lo_top)) | (left < memory)
     full = ((left >= lo_bottom) & (right < hi_top)) | (right < memory)
     full = full & whole_q[:, None] & whole_kv
-    return from_tiles(touched[:, None], full[:, None], mask_mod, q_len, kv_len)
+    return make_block_mask(touched[:, None], full[:, None], mask_mod, q_len, kv_len)
 
 
 def tile_counts(
@@ -170,4 +175,4 @@ def block_mask_of(
     q_len, kv_len = check_ints(1, q_len=q_len, kv_len=kv_len)
     check_callable("mask_mod", mask_mod, "(b, h, i, j)", required=True)
     counts = tile_counts(mask_mod, q_len, kv_len, default_device(device))[None, None]
-    return from_tiles(counts > 0, counts == TILE * TILE, mask_mod, q_len, kv_len)
+    return make_block_mask(counts > 0, counts == TILE * TILE, mask_mod, q_len, kv_len)
