@@ -24,7 +24,7 @@ from ..compat.autocast import no_autocast
 from ..compat.transforms import refuse_transforms
 from ..ops.chunked import AttendTiles, Plan, slice_axis, split_range
 from ..ops.reference import Visibility, upcast
-from .segments import SegmentIds, check_qkv, check_segment_ids
+from .segments import SegmentIds, check_qkv, check_segment_ids, is_same_segment
 
 
 def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:
@@ -48,16 +48,13 @@ def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask must be a tensor of shape [.., q_len, kv_len], got {got}")
     q_len, kv_len = mask.shape[-2:]
-    columns = blocks.ceil_div(kv_len, block_kv)
-    lines = []
+    r, c = blocks.ceil_div(q_len, block_q), blocks.ceil_div(kv_len, block_kv)
+    counts = torch.empty((*mask.shape[:-2], r, c), dtype=torch.int64, device=mask.device)
     # one row of blocks at a time avoids a second array of the mask's size
-    for rows in split_range(0, q_len, block_q):
-        line = (mask[..., rows, :] != 0).sum(dim=-2)
-        line = F.pad(line, (0, columns * block_kv - kv_len))
-        lines.append(line.unflatten(-1, (columns, block_kv)).sum(dim=-1))
-    if not lines:
-        return torch.zeros((*mask.shape[:-2], 0, columns), dtype=torch.int64, device=mask.device)
-    return torch.stack(lines, dim=-2)
+    for row, rows in enumerate(split_range(0, q_len, block_q)):
+        line = F.pad((mask[..., rows, :] != 0).sum(dim=-2), (0, -kv_len % block_kv))
+        counts[..., row, :] = line.unflatten(-1, (c, block_kv)).sum(dim=-1)
+    return counts
 
 
 def block_masked_attention(
@@ -134,14 +131,13 @@ def block_masked_attention(
         if counts[rows.start // block_q][keys.start // block_kv] < pairs:
             visible = slice_axis(slice_axis(mask, 1, rows), 2, keys) != 0
         if segments is not None:
-            same_segment = segments.q[:, rows, None] == segments.kv[:, None, keys]
-            visible = same_segment if visible is None else visible & same_segment
+            same = is_same_segment(segments, rows, keys)
+            visible = same if visible is None else visible & same
         return None if visible is None else visible[:, None, None]
 
     visibility = Visibility(tile_mask, lambda first, last: (0, S), q_offset=0)
     plan = Plan(tiles, visibility, scale=1.0, soft_cap=cap, mask_value=mask_value)
-    dtype = q.dtype
     with no_autocast(q.device.type):
         out, lse, max_logits = AttendTiles.apply(*upcast(q, k, v), None, plan)
-    out = out.to(dtype)
+    out = out.to(q.dtype)
     return (out, {"logsumexp": lse, "max_logits": max_logits}) if save_residuals else out

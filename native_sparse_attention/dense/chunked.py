@@ -28,7 +28,7 @@ from ..compat.autocast import no_autocast
 from ..compat.transforms import refuse_transforms
 from ..ops.chunked import attend, slice_axis
 from ..ops.reference import Visibility, query_positions, upcast
-from .segments import SegmentIds, check_qkv, check_segment_ids
+from .segments import SegmentIds, check_qkv, check_segment_ids, is_same_segment
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -84,7 +84,7 @@ def chunked_attention(
     causal, return_lse = check_bools(causal=causal, return_lse=return_lse)
     check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
     B, T, S, H = (dims[axis] for axis in "BTSH")
-    sizes = check_ints(1, q_chunk_size=q_chunk_size, k_chunk_size=k_chunk_size)
+    q_chunk_size, k_chunk_size = check_ints(1, q_chunk_size=q_chunk_size, k_chunk_size=k_chunk_size)
     if sliding_window_size is not None:
         sliding_window_size = check_int("sliding_window_size", sliding_window_size, 0)
     soft_cap = check_positive("soft_cap", soft_cap)
@@ -106,8 +106,8 @@ def chunked_attention(
     def covers(rows: slice, keys: slice) -> bool:
         """Whether each of these queries has each of these keys in its band, as far as the host
         knows."""
-        if not is_banded or isinstance(q_offset, Tensor):
-            return not is_banded
+        if isinstance(q_offset, Tensor):
+            return False
         farthest_past = q_offset + rows.stop - 1 - keys.start
         farthest_future = keys.stop - 1 - q_offset - rows.start
         return farthest_past <= max_past and farthest_future <= max_future
@@ -115,11 +115,11 @@ def chunked_attention(
     def tile_mask(rows: slice, keys: slice) -> Tensor | None:
         """[b|1 k|1 g|1 i j]"""
         masks = []
-        if not covers(rows, keys):
+        if is_banded and not covers(rows, keys):
             distance = positions[:, :, rows] - j[..., keys]
             masks.append((distance <= max_past) & (-distance <= max_future))
         if segments is not None:
-            masks.append((segments.q[:, rows, None] == segments.kv[:, None, keys])[:, None])
+            masks.append(is_same_segment(segments, rows, keys)[:, None])
         if mask is not None:
             masks.append(slice_axis(slice_axis(mask, 2, rows), 3, keys))
         if mask_mod is not None:
@@ -141,7 +141,7 @@ def chunked_attention(
         q, k, v = upcast(q, k, v)
         out, lse = attend(
             q, k, v, Visibility(tile_mask, key_range, q_offset), scale=scale, soft_cap=soft_cap,
-            return_lse=True, chunk_sizes=(sizes[0], sizes[1]),
+            return_lse=True, chunk_sizes=(q_chunk_size, k_chunk_size),
         )  # fmt: skip
     out = out.to(dtype)
     return (out, lse) if return_lse else out

@@ -63,11 +63,8 @@ def check_qkv(
     """Check queries, keys and values, and cast them as autocast casts a matmul's inputs."""
     check_given(q=q, k=k, v=v)
     q, k, v = in_autocast_dtype(q, k, v)
-    named = dict(q=q, k=k, v=v)
-    dims = check_shapes(
-        **{name: (t, s) for (name, t), s in zip(named.items(), shapes, strict=True)}
-    )
-    check_same(**named)
+    dims = check_shapes(q=(q, shapes[0]), k=(k, shapes[1]), v=(v, shapes[2]))
+    check_same(q=q, k=k, v=v)
     return dims, q, k, v
 
 
@@ -93,3 +90,8 @@ def check_segment_ids(
         check_given(**{f"segment_ids.{name}": ids})
         check_tensor(f"segment_ids.{name}", ids, INTEGER_DTYPES, device, (B, length))
     return SegmentIds(*segment_ids)
+
+
+def is_same_segment(segments: SegmentIds, rows: slice, keys: slice) -> Tensor:
+    """Which queries and keys of a tile share a segment, [b i j]."""
+    return segments.q[:, rows, None] == segments.kv[:, None, keys]

@@ -54,26 +54,12 @@ def json_object(text: str) -> dict[str, Any]:
 
 MODEL = "folder of a model of transformers with its tokenizer, or .gguf file"
 SETTINGS = "of use_sparse_attention, for a dense model (those in its config.json, or the defaults)"
-OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("model", dict(metavar="MODEL", type=Path, help=MODEL)),
-    ("--text", dict(type=Path, required=True, metavar="FILE", help="text to read")),
-    ("--out", dict(type=Path, default=Path("view.html"), help="page (view.html)")),
-    ("--layers", dict(type=layer_list, help="layers to record, such as 0,3 or names (all)")),
-    ("--queries", dict(type=number, help="tokens to record, drawn at random (all)")),
-    ("--max-tokens", dict(type=number, default=4096, help="first tokens of the text (4096)")),
-    ("--settings", dict(type=json_object, metavar="JSON", help=SETTINGS)),
-    ("--device", dict(default="cpu", help="cpu, cuda, cuda:1 ... (cpu)")),
-)
+
+# the model, the ids of tokens and what each is in the text, and what else the model is called with
+Loaded = tuple[nn.Module, list[int], list[str], dict[str, Any]]
 
 
-# of the options and the bytes of a text: the model, the ids of tokens and what each is in the text,
-# and what else the model is called with
-Load = Callable[[argparse.Namespace, bytes], tuple[nn.Module, list[int], list[str], dict[str, Any]]]
-
-
-def load_pretrained(
-    args: argparse.Namespace, data: bytes
-) -> tuple[nn.Module, list[int], list[str], dict[str, Any]]:
+def load_pretrained(args: argparse.Namespace, data: bytes) -> Loaded:
     """A model of transformers, and the tokens of a text."""
     path, config = args.model, {}
     is_gguf = path.suffix == ".gguf" and path.is_file()
@@ -101,7 +87,9 @@ def load_pretrained(
     return model, ids, pieces, dict(use_cache=False, logits_to_keep=1)
 
 
-def run(args: argparse.Namespace, load: Load) -> None:
+def write_page(
+    args: argparse.Namespace, load: Callable[[argparse.Namespace, bytes], Loaded]
+) -> None:
     if args.out.is_dir() or not args.out.parent.is_dir():
         raise ValueError(f"--out must be a file in a folder there is, got {args.out}")
     try:
@@ -116,8 +104,10 @@ def run(args: argparse.Namespace, load: Load) -> None:
     part = f", the first of {args.text}" if len(ids) > args.max_tokens else ""
     ids, pieces = ids[: args.max_tokens], pieces[: args.max_tokens]
     title = f"What {args.model} reads in {args.text.name}"
-    options: dict[str, Any] = dict(layers=args.layers, queries=args.queries)
-    content = page(model, ids, pieces, title=title, model_kwargs=model_kwargs, **options)
+    content = page(
+        model, ids, pieces, layers=args.layers, queries=args.queries, title=title,
+        model_kwargs=model_kwargs,
+    )  # fmt: skip
     args.out.write_text(content, encoding="utf-8", newline="\n")
     size = len(content) / 1e6
     sys.stdout.write(f"{args.out}: {len(ids):,} tokens{part}; {size:.1f} MB\n")
@@ -131,20 +121,27 @@ def run(args: argparse.Namespace, load: Load) -> None:
 
 
 def main(
-    argv: list[str] | None = None, load: Load = load_pretrained, program: str = PROGRAM
+    argv: list[str] | None = None, load: Any = load_pretrained, program: str = PROGRAM
 ) -> None:
-    """Exit status: 0, or 2 after bad input."""
+    """Exit status: 0, or 2 after bad input. `load` returns what the model runs on."""
     parser = argparse.ArgumentParser(
         prog=program,
         usage="%(prog)s MODEL --text FILE [options]",
         description="Writes one HTML page: point at a token and see what it reads.",
         allow_abbrev=False,
     )
-    for name, options in OPTIONS:
-        parser.add_argument(name, **options)
+    add = parser.add_argument
+    add("model", metavar="MODEL", type=Path, help=MODEL)
+    add("--text", type=Path, required=True, metavar="FILE", help="text to read")
+    add("--out", type=Path, default=Path("view.html"), help="page (view.html)")
+    add("--layers", type=layer_list, help="layers to record, such as 0,3 or names (all)")
+    add("--queries", type=number, help="tokens to record, drawn at random (all)")
+    add("--max-tokens", type=number, default=4096, help="first tokens of the text (4096)")
+    add("--settings", type=json_object, metavar="JSON", help=SETTINGS)
+    add("--device", default="cpu", help="cpu, cuda, cuda:1 ... (cpu)")
     args = parser.parse_args(argv)
     try:
-        run(args, load)
+        write_page(args, load)
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (ValueError, ImportError, NotImplementedError) as error:

@@ -22,7 +22,7 @@ from ..checks.scalars import as_int, check_int, shown
 from ..checks.tensors import INDEX_DTYPES
 from ..config import AttentionConfig, NSAConfig
 from ..ops.call import Call
-from .measures import measure, queries_of, share_in_common
+from .measures import Queries, measure, share_in_common
 
 # how many queries of a sequence `collect` samples, if not told
 QUERIES = 64
@@ -83,18 +83,13 @@ class Reading:
         first = self.kinds.index(kind) if kind in self.kinds else 0
         return self.blocks[..., first : first + self.kinds.count(kind)]
 
-    @property
-    def initial(self) -> Tensor | None:
-        return self.of_kind("initial")
+    initial = property(lambda self: self.of_kind("initial"))
+    local = property(lambda self: self.of_kind("local"))
 
     @property
     def ranked(self) -> Tensor | None:
         """Block indices [b, m, r, n] as `select_blocks` returns them, of the m queries."""
         return self.of_kind("ranked")
-
-    @property
-    def local(self) -> Tensor | None:
-        return self.of_kind("local")
 
 
 class Collection(dict[str, list[Reading]]):
@@ -201,7 +196,7 @@ def record(
     if torch._C._current_graph_task_id() != -1:
         return  # a backward pass, where checkpointing calls layers once more
     b, length = call.q.shape[:2]
-    sampled = queries_of(call, sample(queries, seed, length))
+    sampled = Queries.select(call, sample(queries, seed, length))
     exist = sampled.exist.expand(b, -1)
     # an index has its own scale
     rank_scale = None if layer.to_index is not None else config.scale

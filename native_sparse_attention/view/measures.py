@@ -20,7 +20,7 @@ from ..config import AttentionConfig
 from ..ops import branches
 from ..ops.call import Call
 from ..ops.nsa import choose_backend
-from ..ops.reference import capped, importance_scores, visible_windows
+from ..ops.reference import capped, importance_scores, upcast, visible_windows
 from ..varlen import Documents
 
 # scores of queries and keys that exist at one time
@@ -35,34 +35,23 @@ class Queries(NamedTuple):
     first: Tensor
     last: Tensor
 
+    @classmethod
+    def select(cls, call: Call, at: Tensor) -> Queries:
+        at = at.to(call.q.device)
+        if call.documents is None:
+            first = torch.zeros_like(at)[None]
+            return cls(at, first, first + call.k.shape[1])
+        return cls(at, *(bound[:, at].long() for bound in call.documents))
+
     @property
     def exist(self) -> Tensor:
         """Which rows hold a token, [b|1 m]."""
         return (self.at >= self.first) & (self.at < self.last)
 
-    def part(self, part: slice) -> Queries:
-        return Queries(self.at[part], self.first[:, part], self.last[:, part])
-
-    def keys(self, length: int, causal: bool) -> Tensor:
-        """Which keys full attention sees, [b|1 m j]; none for a row without a token."""
-        j = torch.arange(length, device=self.at.device)
+    def keys(self, j: Tensor, causal: bool) -> Tensor:
+        """Which keys j full attention sees, [b|1 m j]; none for a row without a token."""
         seen = (j >= self.first[..., None]) & (j < self.last[..., None]) & self.exist[..., None]
         return seen & (j <= self.at[:, None]) if causal else seen
-
-    def are_dense(self, config: AttentionConfig) -> Tensor:
-        """Which queries attend to all keys by `dense_length`, [b|1 m]."""
-        if config.causal:
-            return self.at - self.first < config.dense_length
-        return self.last - self.first <= config.dense_length
-
-
-def queries_of(call: Call, at: Tensor) -> Queries:
-    """The rows `at` [m] of a call."""
-    at = at.to(call.q.device)
-    if call.documents is None:
-        first = torch.zeros_like(at)[None]
-        return Queries(at, first, first + call.k.shape[1])
-    return Queries(at, *(bound[:, at].long() for bound in call.documents))
 
 
 def ranked_blocks(call: Call, config: AttentionConfig, indices: Tensor | None) -> Tensor:
@@ -100,15 +89,12 @@ def slots(
     return chosen, tuple(kind for kind, size in sizes.items() for _ in range(size))
 
 
-def fp32(t: Tensor) -> Tensor:
-    return t.to(torch.promote_types(t.dtype, torch.float32))
-
-
 def probabilities(q: Tensor, k: Tensor, seen: Tensor, config: AttentionConfig) -> Tensor:
     """Full attention [b m h j] of queries [b m h d] and keys [b j k d] that they see [b|1 m j], in
     fp32. Sinks take no part. NaN for a query that sees no key."""
-    grouped = rearrange(fp32(q), "b m (k g) d -> b m k g d", k=k.shape[2])
-    logits = einsum(grouped, fp32(k), "b m k g d, b j k d -> b m k g j")
+    q, k = upcast(q, k)
+    grouped = rearrange(q, "b m (k g) d -> b m k g d", k=k.shape[2])
+    logits = einsum(grouped, k, "b m k g d, b j k d -> b m k g j")
     logits = capped(logits * config.scale_of(q.shape[-1]), config.soft_cap).flatten(2, 3)
     return logits.masked_fill(~seen[:, :, None], float("-inf")).softmax(dim=-1)
 
@@ -135,14 +121,15 @@ def scores_of_ranked(
         documents = Documents(*(bound[:, at] for bound in call.documents))
     sinks = call.branch_sinks(config.branches).get("compressed")
     cq = call.q if call.cq is None else call.cq
+    tensors = cq[:, at], call.ck, call.mem_k, sinks
+    wide: list[Any] = [None if t is None else upcast(t)[0] for t in tensors]
     scores = importance_scores(
-        fp32(cq[:, at]), fp32(call.ck), None if call.mem_k is None else fp32(call.mem_k),
+        *wide[:3],
         visible_windows(at[None], call.ck.shape[1], d, config.causal, documents),
         torch.arange(blocks.num_blocks(call.k.shape[1], s), device=at.device),
         rule=config.importance, interpolated=config.interpolated_importance_score,
         shared=config.query_heads_share_selected_kv, l=config.compress_block_size, d=d, s=s,
-        scale=scale, soft_cap=config.soft_cap,
-        sinks=None if sinks is None else fp32(sinks),
+        scale=scale, soft_cap=config.soft_cap, sinks=wide[3],
     )  # fmt: skip
     scores = rearrange(scores, "b r m c -> b m r c").gather(-1, ranked.clamp(min=0).long())
     return scores.masked_fill(ranked < 0, float("nan"))
@@ -167,7 +154,10 @@ def measure(
     """Fields of a `Reading` of a checked call with block indices [b i r n] as the layer has them,
     by scores with `rank_scale`. O(m j) in time; in memory O(m) and a bounded number of scores."""
     at, length, s = queries.at, call.k.shape[1], config.selection_block_size
-    dense = queries.are_dense(config)
+    if config.causal:
+        dense = at - queries.first < config.dense_length
+    else:
+        dense = queries.last - queries.first <= config.dense_length
     fields: dict[str, Any] = {"dense": dense & queries.exist, "kinds": ()}
     chosen = ranked = None
     if "selected" in config.branches:
@@ -188,8 +178,8 @@ def measure(
     with no_autocast(at.device.type):
         for start in range(0, max(1, len(at)), step):
             part = slice(start, start + step)
-            chunk = queries.part(part)
-            q, seen = call.q[:, chunk.at], chunk.keys(length, config.causal)
+            chunk = Queries(at[part], queries.first[:, part], queries.last[:, part])
+            q, seen = call.q[:, chunk.at], chunk.keys(j, config.causal)
             probs = None
             if chosen is not None:
                 probs = probabilities(q, call.k, seen, config)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks.scalars import shown
+from ..checks.tensors import INTEGER_DTYPES
 from ..generate import evaluating
 from .collector import Reading, collect
 
@@ -101,26 +102,17 @@ def page(
         ids = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError):
         ids = torch.empty(0)
-    texts, is_id = list(texts), not ids.is_floating_point() and ids.dtype != torch.bool
-    strings = [text for text in texts if not isinstance(text, str)]
-    for is_right, told in (
-        (
-            ids.ndim == 1 and is_id and len(ids),
-            f"tokens must be ids [n] of one text, got {shown(tokens)}",
-        ),
-        (
-            len(texts) == ids.numel(),
-            f"texts must have a text for each of {ids.numel()} tokens, got {len(texts)}",
-        ),
-        (not strings, f"texts must be strings, got {shown(strings[:1])}"),
-        (isinstance(title, str), f"title must be a string, got {shown(title)}"),
-        (
-            isinstance(model_kwargs, (Mapping, type(None))),
-            f"model_kwargs must be a dict of arguments, got {shown(model_kwargs)}",
-        ),
-    ):
-        if not is_right:
-            raise ValueError(told)
+    if ids.ndim != 1 or ids.dtype not in INTEGER_DTYPES or not len(ids):
+        raise ValueError(f"tokens must be ids [n] of one text, got {shown(tokens)}")
+    texts = list(texts)
+    if len(texts) != len(ids):
+        raise ValueError(f"texts must have a text for each of {len(ids)} tokens, got {len(texts)}")
+    if others := [text for text in texts if not isinstance(text, str)]:
+        raise ValueError(f"texts must be strings, got {shown(others[:1])}")
+    if not isinstance(title, str):
+        raise ValueError(f"title must be a string, got {shown(title)}")
+    if not isinstance(model_kwargs, (Mapping, type(None))):
+        raise ValueError(f"model_kwargs must be a dict of arguments, got {shown(model_kwargs)}")
     with (
         collect(model, queries, layers=layers, seed=seed) as seen,
         evaluating(model),

@@ -29,7 +29,7 @@ def new_figure(width: float, height: float) -> tuple[Figure, Any]:
     return figure, figure.subplots()
 
 
-def readings_of(collection: Any, index: int) -> list[Reading]:
+def get_readings(collection: Any, index: int) -> list[Reading]:
     if not isinstance(collection, Collection):
         raise ValueError(f"collection must be what collect gives, got {shown(collection)}")
     return collection.forward(index)
@@ -110,7 +110,7 @@ def plot_gates(collection: Collection, index: int = -1) -> Figure:
         ValueError: no layer has gates, or a layer has no such call.
         ImportError: matplotlib is not installed.
     """
-    readings = readings_of(collection, index)
+    readings = get_readings(collection, index)
     if all(reading.gates is None for reading in readings):
         raise ValueError("collection must have a layer with gates: one branch alone has none")
     figure, axes = new_figure(max(4.5, 1.5 + 0.6 * len(readings)), 4)
@@ -119,8 +119,8 @@ def plot_gates(collection: Collection, index: int = -1) -> Figure:
         for x, reading in enumerate(readings):
             if reading.gates is not None and branch in reading.config.branches:
                 gates = reading.gates[..., reading.config.branches.index(branch)]
-                by_head = gates.nanmean(dim=(0, 1))
-                points.append((x, *map(float, (by_head.mean(), by_head.min(), by_head.max()))))
+                heads = gates.nanmean(dim=(0, 1))
+                points.append((x, *map(float, (heads.mean(), heads.min(), heads.max()))))
         if points:
             xs, means, lows, highs = zip(*points, strict=True)
             axes.fill_between(xs, lows, highs, color=color, alpha=0.15, linewidth=0)
@@ -152,7 +152,7 @@ def plot_mass(collection: Collection, index: int = -1) -> Figure:
         ValueError: no layer has a selected branch, or a layer has no such call.
         ImportError: matplotlib is not installed.
     """
-    readings = [one for one in readings_of(collection, index) if one.mass is not None]
+    readings = [one for one in get_readings(collection, index) if one.mass is not None]
     if not readings:
         raise ValueError("collection must have a layer with a selected branch, got none")
     # a layer may have fewer heads
