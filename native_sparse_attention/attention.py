@@ -29,8 +29,8 @@ from .compat.transforms import refuse_transforms
 from .compress import (
     MeanPool,
     SumPool,
-    count_freely,
     default_compress_mlp,
+    free_window_count,
     slide,
     slides,
     windowed,
@@ -570,7 +570,7 @@ class SparseAttention(RotaryLayer):
         l, d = config.compress_block_size, config.d
         nets: list[Any] = [net for net, _ in map(self.compressor, raw)]
         sliding: list[Any] = [net for net in nets if slides(net)]
-        count = count_freely(raw["k"].shape[2], d, config.causal)
+        count = free_window_count(raw["k"].shape[2], d, config.causal)
         if count is not None or documents is not None or l % d or len(sliding) < len(raw):
             windows = {
                 n: windows_of(t, l, d, config.causal, documents, count) for n, t in raw.items()

@@ -65,8 +65,14 @@ class BlockSizes:
     def __post_init__(self) -> None:
         for name in NAMES:
             size = getattr(self, name)
-            if size is not None or name in FORWARD:
-                object.__setattr__(self, name, check_size(name, size))
+            if size is None and name in BACKWARD:
+                continue
+            number = as_int(size) or 0
+            if number < 16 or number & (number - 1):
+                raise ValueError(f"{name} must be a power of two of at least 16, got {shown(size)}")
+            if number > LARGEST:
+                raise ValueError(f"{name} must be at most {LARGEST}, got {shown(size)}")
+            object.__setattr__(self, name, number)
         missing = [name for name in BACKWARD if getattr(self, name) is None]
         if 0 < len(missing) < len(BACKWARD):
             raise ValueError(
@@ -118,9 +124,10 @@ class BlockSizes:
                 tile = launch.flash_tile(kernel, wide, *problem)
                 sizes += (tile.block_m, tile.block_n)
             direction = "forward" if kernel == "forward" else "backward"
-            by_key = launch.key_major_tile(direction, *problem)
-            by_query = by_key if kernel == "dkv" else launch.query_major_tile(kernel, *problem)
-            sizes += (by_key.block_m, by_query.block_n)
+            key_major = query_major = launch.key_major_tile(direction, *problem)
+            if kernel != "dkv":
+                query_major = launch.query_major_tile(kernel, *problem)
+            sizes += (key_major.block_m, query_major.block_n)
         return cls(*sizes)
 
 
@@ -130,16 +137,6 @@ LARGEST = 2**20
 FORWARD, BACKWARD = NAMES[:6], NAMES[6:]
 
 
-def check_size(name: str, size: Any) -> int:
-    """Check that a size is a power of two that tensor cores support."""
-    number = as_int(size) or 0
-    if number < 16 or number & (number - 1):
-        raise ValueError(f"{name} must be a power of two of at least 16, got {shown(size)}")
-    if number > LARGEST:
-        raise ValueError(f"{name} must be at most {LARGEST}, got {shown(size)}")
-    return number
-
-
 def check_block_sizes(block_sizes: Any) -> None:
     if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
         raise ValueError(f"block_sizes must be a BlockSizes, got {type(block_sizes).__name__}")
@@ -147,7 +144,6 @@ def check_block_sizes(block_sizes: Any) -> None:
 
 def flat(block_sizes: BlockSizes | None) -> list[int] | None:
     """The given sizes as an operator's argument; `kernels.sizes` reads them."""
-    check_block_sizes(block_sizes)
     if block_sizes is None:
         return None
     names = NAMES if block_sizes.has_backward_blocks else FORWARD

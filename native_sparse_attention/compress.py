@@ -7,8 +7,8 @@ weights receive zero gradients.
     b  batch     h  KV heads     w  windows     l  tokens of a window     d  head width
 
 Each token lies in l / stride windows, and adding positions copies windows. Networks that are linear
-in a window's tokens therefore also have `over(segments, m)`. It computes the same result from
-segments [b h segments stride d] of the sequence, m = l / stride per window:
+in a window's tokens therefore also have `compress_segments(segments, m)`. It computes the same
+result from segments [b h segments stride d] of the sequence, m = l / stride per window:
 `y_w = sum_i W_i x_(w + i)` with slices W_i of the weights. Other networks became slower this way
 (docs/kernels.md).
 
@@ -146,7 +146,7 @@ class MeanPool(Started):
     def forward(self, kv: Tensor) -> Tensor:
         return kv.mean(dim=-2)
 
-    def over(self, segments: Tensor, m: int) -> Tensor:
+    def compress_segments(self, segments: Tensor, m: int) -> Tensor:
         return (windows_summed(segments, m) / (m * segments.shape[3])).to(segments.dtype)
 
 
@@ -170,7 +170,7 @@ class SumPool(Started):
     def forward(self, kv: Tensor) -> Tensor:
         return kv.sum(dim=-2) * self.gain.to(kv.dtype)
 
-    def over(self, segments: Tensor, m: int) -> Tensor:
+    def compress_segments(self, segments: Tensor, m: int) -> Tensor:
         return (windows_summed(segments, m) * self.gain).to(segments.dtype)
 
 
@@ -238,8 +238,8 @@ class AttentionPool(Started):
 
     def forward(self, kv: Tensor) -> Tensor:
         logits = self.to_attn_logits(kv)
-        at_least_fp32 = torch.promote_types(logits.dtype, torch.float32)
-        weights = logits.softmax(dim=-2, dtype=at_least_fp32)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        weights = logits.softmax(dim=-2, dtype=dtype)
         return (weights * kv).sum(dim=-2).to(logits.dtype)
 
 
@@ -310,7 +310,7 @@ class SingleProjection(Started):
     def forward(self, kv: Tensor) -> Tensor:
         return self.compress(kv)
 
-    def over(self, segments: Tensor, m: int) -> Tensor:
+    def compress_segments(self, segments: Tensor, m: int) -> Tensor:
         if not isinstance(self.compress, nn.Sequential):
             total = windows_summed(segments, m).to(segments.dtype)
             return self.compress(rearrange(total, "b h w d -> b h w 1 d"))
@@ -434,8 +434,8 @@ PARTS: tuple[list[type], ...] = ([], [LinearPerHead], [nn.Sequential, Rearrange,
 
 
 def slides(network: nn.Module) -> TypeGuard[Sliding]:
-    """Whether `over` can replace `forward`: not for a derived class, a replaced submodule or a
-    module with hooks."""
+    """Whether `compress_segments` can replace `forward`: not for a derived class, a replaced
+    submodule or a module with hooks."""
     parts = [type(module) for module in network.modules()][1:]
     if type(network) not in SLIDING or parts not in PARTS:
         return False
@@ -455,7 +455,7 @@ def slide(
     network: Sliding, tokens: Tensor, positions: Tensor | None, l: int, stride: int
 ) -> Tensor:
     """The network's output for windows of tokens [b h n d] with positions [h l d] added."""
-    out = network.over(unfold(tokens, stride, stride), l // stride)
+    out = network.compress_segments(unfold(tokens, stride, stride), l // stride)
     if positions is not None:
         out = out + network(positions.to(tokens.dtype)[None, :, None])
     return out.to(tokens.dtype)
@@ -468,14 +468,14 @@ def unfold(t: Tensor, l: int, d: int) -> Tensor:
     return t.unfold(2, l, d).transpose(-2, -1)
 
 
-def count_freely(n: int, d: int, causal: bool) -> int | None:
+def free_window_count(n: int, d: int, causal: bool) -> int | None:
     """The number of windows of n tokens as a `free_size` under torch.export, else None."""
     if not is_exporting():
         return None
     return free_size(blocks.num_windows(n, d, causal=causal))
 
 
-def unfold_freely(t: Tensor, l: int, d: int, count: int) -> Tensor:
+def gather_windows(t: Tensor, l: int, d: int, count: int) -> Tensor:
     """`unfold` as a copy, for a number of windows that is a `free_size`."""
     w = torch.arange(count, device=t.device)[:, None]
     index = w * d + torch.arange(l, device=t.device)
@@ -486,10 +486,10 @@ def windowed(t: Tensor, l: int, d: int, causal: bool) -> Tensor:
     """Pad whole sequences [b h n d] with the zeros of their first and last windows."""
     n = t.shape[2]
     end = n if causal else blocks.num_windows(n, d, causal=False) * d
-    before, behind = l - d, end - n
-    # F.pad copies even with no padding; a compiled graph must not branch on `behind`
-    pads = before or torch.compiler.is_compiling() or behind
-    return F.pad(t, (0, 0, before, behind)) if pads else t
+    left, right = l - d, end - n
+    # F.pad copies even with no padding; a compiled graph must not branch on `right`
+    pads = left or torch.compiler.is_compiling() or right
+    return F.pad(t, (0, 0, left, right)) if pads else t
 
 
 def windows_of(
@@ -499,7 +499,7 @@ def windows_of(
     """Windows [b h w l d] of whole sequences [b h n d]. Tokens outside of the sequence, or of the
     document that a window ends in, are zeros. `count`: w, if it is a `free_size`."""
     windows = windowed(t, l, d, causal)
-    windows = unfold(windows, l, d) if count is None else unfold_freely(windows, l, d, count)
+    windows = unfold(windows, l, d) if count is None else gather_windows(windows, l, d, count)
     # causally no query sees a window that its document does not fill
     if documents is None or (causal and l == d):
         return windows

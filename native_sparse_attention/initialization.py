@@ -36,19 +36,14 @@ def assign(tensor: Tensor, values: Tensor, mask: Tensor | None = None) -> None:
         tensor.copy_(values)
 
 
-def reset_below(module: Module) -> None:
-    """Reset every module below this one, children before parents."""
-    for child in module.children():
-        reset(child)
-
-
 def reset(module: Module) -> None:
-    """Reset a module and all modules below it."""
+    """Reset a module and all modules below it, children before parents."""
     # FSDP1 has reset the modules that it wraps; they now hold flat shards
     if hasattr(module, "_fsdp_wrapped_module"):
         return
     if not isinstance(module, Started):
-        reset_below(module)
+        for child in module.children():
+            reset(child)
     start = getattr(module, "reset_parameters", None)
     if callable(start):
         start()
@@ -67,14 +62,13 @@ def reset_twin(module: Module, twin: Module) -> None:
     twins = dict(twin.named_modules())
     with torch.no_grad():
         for name in started:
-            pairs = zip(direct(twins[name]), direct(module.get_submodule(name)), strict=True)
-            for target, source in pairs:
+            # without the tensors of children
+            targets, sources = (
+                [*m.parameters(recurse=False), *m.buffers(recurse=False)]
+                for m in (twins[name], module.get_submodule(name))
+            )
+            for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
-
-
-def direct(module: Module) -> list[Tensor]:
-    """Parameters and buffers of a module, without those of its children."""
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 class Started(Module):

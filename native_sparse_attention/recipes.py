@@ -20,7 +20,7 @@ from torch import nn
 
 from .attention import SparseAttention
 from .checks.networks import check_model
-from .checks.scalars import check_bools
+from .checks.scalars import check_bool
 
 
 def sparse_layers(model: nn.Module) -> list[SparseAttention]:
@@ -50,7 +50,7 @@ def set_dense(model: nn.Module, dense: bool) -> None:
     Raises:
         ValueError: a model without such layers.
     """
-    (dense,) = check_bools(dense=dense)
+    dense = check_bool("dense", dense)
     for layer in sparse_layers(model):
         layer.dense = dense
 

@@ -27,15 +27,10 @@ class Documents(NamedTuple):
     first: Tensor
     last: Tensor
 
-    def among(self, start: int, stop: int, first_key: int) -> Documents:
-        """Bounds of positions start .. stop - 1, relative to key `first_key`."""
-        return Documents(*(bound[:, start:stop] - first_key for bound in self))
-
     def windows(self, d: int, *, causal: bool) -> tuple[Tensor, Tensor]:
         """The first window of each position's document and one past its last."""
-        length = self.last - self.first
         low = self.first // d
-        return low, low + blocks.num_windows(length, d, causal=causal)
+        return low, low + blocks.num_windows(self.last - self.first, d, causal=causal)
 
     def blocks(self, s: int) -> tuple[Tensor, Tensor]:
         """The first selection block of each position's document and one past its last."""
@@ -103,22 +98,15 @@ class Layout:
         return Layout(self.documents, source, target[:, :count])
 
 
-def next_begin(begins: Tensor) -> Tensor:
-    """For each token [b t] the next token that begins a document, or the number of tokens."""
-    T = begins.shape[1]
-    t = torch.arange(T, device=begins.device)
-    later = torch.where(begins, t, T).flip(1).cummin(1).values.flip(1)
-    # not `value=T`: a graph with that constant is of one length
-    return F.pad(later[:, 1:] - T, (0, 1)) + T
-
-
 def real_first(real: Tensor) -> Tensor:
     """The order [b t] that puts a row's real tokens first."""
     return (~real).to(torch.int8).argsort(dim=1, stable=True)
 
 
-def lay_out(begins: Tensor, real: Tensor | None, step: int, length: int | None) -> Layout:
-    """Layout in which every document begins at a multiple of `step`.
+def align_documents(
+    begins: Tensor, real: Tensor | None, step: int, length: int | None, device: torch.device
+) -> Layout:
+    """The layout on `device` in which every document begins at a multiple of `step`.
 
     Args:
         begins: [b t], whether a token begins a document, in the order of `real_first`.
@@ -126,19 +114,22 @@ def lay_out(begins: Tensor, real: Tensor | None, step: int, length: int | None) 
         length: length of the aligned rows; None for the least length (waits for the GPU).
     """
     b, T = begins.shape
-    device = begins.device
-    t = torch.arange(T, device=device)
+    t = torch.arange(T, device=begins.device)
     if real is None:
-        order, count = t.expand(b, -1), torch.full((b, 1), T, device=device)
+        order, count = t.expand(b, -1), torch.full((b, 1), T, device=begins.device)
     else:
         order, count = real_first(real), real.sum(1, keepdim=True)
     is_entry = t < count
     begins = (begins | (t == 0)) & is_entry
-    begin = torch.where(begins, t, 0).cummax(1).values if T else begins.long()
-    end = next_begin(begins).minimum(count) if T else begin
+    begin = end = previous = begins.long()
+    if T:
+        begin = torch.where(begins, t, 0).cummax(1).values
+        previous = F.pad(begin[:, :-1], (1, 0))
+        later = torch.where(begins, t, T).flip(1).cummin(1).values.flip(1)
+        # not `value=T`: a graph with that constant is of one length
+        end = (F.pad(later[:, 1:] - T, (0, 1)) + T).minimum(count)
 
     # padding before a document, up to a multiple of `step`
-    previous = F.pad(begin[:, :-1], (1, 0)) if T else begin
     gap = torch.where(begins, -(t - previous) % step, 0)
     position = torch.where(is_entry, t + gap.cumsum(1), -1)
     if length is None:
@@ -146,22 +137,17 @@ def lay_out(begins: Tensor, real: Tensor | None, step: int, length: int | None) 
         length = blocks.ceil_div(length, step) * step
 
     def put(values: Tensor, condition: Tensor, default: int) -> Tensor:
-        out = torch.full((b, length + 1), default, device=device)
+        out = torch.full((b, length + 1), default, device=begins.device)
         return out.scatter(1, torch.where(condition, position, length), values)[:, :length]
 
     first = put(position, begins, 0)
     last = put(position + end - begin, begins, 0)
     if length:
         first, last = first.cummax(1).values, last.cummax(1).values
-    documents = Documents(first.to(torch.int32), last.to(torch.int32))
+    source = put(order, is_entry, -1)
     target = torch.full_like(position, -1).scatter(1, order, position)
-    return Layout(documents, put(order, is_entry, -1), target)
-
-
-def move_layout(layout: Layout, device: torch.device) -> Layout:
-    """The layout on a device."""
-    tensors = *layout.documents, layout.source, layout.target
-    first, last, source, target = (t.to(device, non_blocking=True) for t in tensors)
+    tensors = first.to(torch.int32), last.to(torch.int32), source, target
+    first, last, source, target = (x.to(device, non_blocking=True) for x in tensors)
     return Layout(Documents(first, last), source, target)
 
 
@@ -252,7 +238,7 @@ def layout(
             cu_seqlens = cu_seqlens.cpu()
         begins = torch.zeros(1, T + 1, dtype=torch.bool, device=cu_seqlens.device)
         begins = begins.index_fill(1, cu_seqlens.long(), True)[:, :T]
-        return move_layout(lay_out(begins, None, step, length), device)
+        return align_documents(begins, None, step, length, device)
     if mask is not None:
         check_row_tensor("mask", mask, shape, (torch.bool,), device)
     if segment_ids is None:
@@ -268,7 +254,7 @@ def layout(
         if mask is not None:
             ids = ids.to(mask.device).gather(1, real_first(mask))
         begins = F.pad(ids[:, 1:] != ids[:, :-1], (min(T, 1), 0))
-    return move_layout(lay_out(begins, mask, step, length), device)
+    return align_documents(begins, mask, step, length, device)
 
 
 def layer_layout(

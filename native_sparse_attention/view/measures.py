@@ -123,13 +123,14 @@ def scores_of_ranked(
     cq = call.q if call.cq is None else call.cq
     tensors = cq[:, at], call.ck, call.mem_k, sinks
     wide: list[Any] = [None if t is None else upcast(t)[0] for t in tensors]
+    cq, ck, mem_k, sinks = wide
     scores = importance_scores(
-        *wide[:3],
+        cq, ck, mem_k,
         visible_windows(at[None], call.ck.shape[1], d, config.causal, documents),
         torch.arange(blocks.num_blocks(call.k.shape[1], s), device=at.device),
         rule=config.importance, interpolated=config.interpolated_importance_score,
         shared=config.query_heads_share_selected_kv, l=config.compress_block_size, d=d, s=s,
-        scale=scale, soft_cap=config.soft_cap, sinks=wide[3],
+        scale=scale, soft_cap=config.soft_cap, sinks=sinks,
     )  # fmt: skip
     scores = rearrange(scores, "b r m c -> b m r c").gather(-1, ranked.clamp(min=0).long())
     return scores.masked_fill(ranked < 0, float("nan"))
