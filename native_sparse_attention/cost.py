@@ -56,14 +56,11 @@ def visible_windows(i: Tensor, T: int, config: NSAConfig) -> Tensor:
 
 def selected_tokens(i: Tensor, T: int, config: NSAConfig) -> Tensor:
     """Number of keys of selected and forced blocks that queries i see."""
-    s, n, initial = (
-        config.selection_block_size,
-        config.num_selected_blocks,
-        config.num_initial_blocks,
-    )
+    s, n = config.selection_block_size, config.num_selected_blocks
+    initial, num_local = config.num_initial_blocks, config.num_local_blocks
     if not config.causal:
         return torch.full_like(i, min(T, (initial + n) * s))
-    query_block, num_local = i // s, config.num_local_blocks
+    query_block = i // s
     first_local = (query_block - num_local + 1).clamp(min=0)
     num_tokens = i + 1
     forced = (first_local * s if num_local else num_tokens).clamp(max=initial * s)

@@ -110,7 +110,13 @@ def keep_loaded(rotary: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -
     if loaded.shape != rotary.freqs.shape or not loaded.is_floating_point():
         return
     value = loaded.detach()
-    for freqs in known_frequencies(rotary):
+    # the current and the initial frequencies of the embedding
+    references = []
+    if not (rotary.freqs.is_meta or is_sharded(rotary.freqs)):
+        references.append(exact_frequencies(rotary).detach())
+    if rotary.start is not None:
+        references.append(torch.tensor(rotary.start, dtype=torch.float32))
+    for freqs in references:
         if is_rounded(value, freqs := freqs.to(value.device)):
             value = freqs
             break
@@ -122,16 +128,6 @@ def keep_loaded(rotary: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -
     for other, buffer in rotary.named_buffers(recurse=False):  # its caches have no data yet
         if buffer.is_meta and other != "freqs":
             setattr(rotary, other, torch.zeros_like(buffer, device=device))
-
-
-def known_frequencies(rotary: Any) -> list[Tensor]:
-    """The current and the initial frequencies of the embedding."""
-    known = []
-    if not (rotary.freqs.is_meta or is_sharded(rotary.freqs)):
-        known.append(exact_frequencies(rotary).detach())
-    if rotary.start is not None:
-        known.append(torch.tensor(rotary.start, dtype=torch.float32))
-    return known
 
 
 def is_rounded(loaded: Tensor, exact: Tensor) -> bool:
@@ -165,7 +161,7 @@ class RotaryLayer(Started):
         return self
 
 
-def frequencies_of(dim: int, theta: float = 10_000.0, inv_freq: Any = None) -> tuple[float, ...]:
+def make_frequencies(dim: int, theta: float = 10_000.0, inv_freq: Any = None) -> tuple[float, ...]:
     """Frequencies of heads of width `dim`, in float64: `theta^(-2 i / dim)` or `inv_freq`.
 
     Raises:

@@ -10,7 +10,7 @@ from rotary_embedding_torch import RotaryEmbedding, apply_rotary_emb
 from torch import Tensor
 from torch.nn import Module
 
-from .frequencies import cast, exact_frequencies, frequencies_of, keep_exact, reset_frequencies
+from .frequencies import cast, exact_frequencies, keep_exact, make_frequencies, reset_frequencies
 from .ops.triton.elementwise import Heads, projected_heads
 from .ops.triton.elementwise import rotate as run_kernel
 
@@ -37,7 +37,7 @@ class Rotary(Module):
 
     def __init__(self, dim: int, theta: float = 10_000.0, inv_freq: Tensor | None = None):
         super().__init__()
-        start = frequencies_of(dim, theta, inv_freq)
+        start = make_frequencies(dim, theta, inv_freq)
         self.register_buffer("freqs", torch.tensor(start, dtype=torch.float32))
         keep_exact(self, start)
 
@@ -76,6 +76,11 @@ def rotation(
     return lambda t: apply_rotary_emb(angles, t)
 
 
+def supports_kernels(rotary: RotaryEmbedding | Rotary, backend: str) -> bool:
+    learned = rotary.freqs.requires_grad and torch.is_grad_enabled()
+    return backend == "triton" and not learned
+
+
 def rotate(
     rotary: RotaryEmbedding | Rotary | None,
     tensors: list[Tensor],
@@ -87,8 +92,7 @@ def rotate(
     frequencies are learned. Without an embedding the tensors are returned unchanged."""
     if rotary is None:
         return tensors
-    learned = rotary.freqs.requires_grad and torch.is_grad_enabled()
-    if learned or backend != "triton":
+    if not supports_kernels(rotary, backend):
         rotate_one = rotation(rotary, tensors[0], start, positions)
         return [rotate_one(t) for t in tensors]
     factor = float(rotary.interpolate_factor)
@@ -105,8 +109,7 @@ def rotated_heads(
 ) -> Heads | None:
     """Queries and keys [b h n d] of a projection's output [b n (h + 2 k) d], rotated and raw, and
     values. None if the caller should use `rotate`."""
-    learned = rotary is not None and rotary.freqs.requires_grad and torch.is_grad_enabled()
-    if rotary is None or learned or backend != "triton":
+    if rotary is None or not supports_kernels(rotary, backend):
         return None
     factor = float(rotary.interpolate_factor)
     return projected_heads(qkv, heads, dim_head, exact_frequencies(rotary), positions, factor)

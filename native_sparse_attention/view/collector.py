@@ -127,16 +127,17 @@ class Collection(dict[str, list[Reading]]):
         if any(not torch.equal(reading.positions, positions) for reading in readings):
             raise ValueError("index must be a call in which all layers ran over the same rows")
         agreement = torch.full((len(readings), len(readings)), float("nan"))
-        for i, these in enumerate(readings):
-            for j, others in enumerate(readings):
-                sizes = {one.config.selection_block_size for one in (these, others)}
-                if these.ranked is None or others.ranked is None or len(sizes) > 1:
-                    continue
-                # each block once: -1 in place of a repeat
-                ordered = these.ranked.flatten(2).sort(dim=-1).values
-                ordered[..., 1:][ordered[..., 1:] == ordered[..., :-1]] = -1
-                shares = share_in_common(ordered, others.ranked.flatten(2))
-                agreement[i, j] = shares.nanmean()
+        for i, reading in enumerate(readings):
+            if reading.ranked is None:
+                continue
+            # each block once: -1 in place of a repeat
+            ordered = reading.ranked.flatten(2).sort(dim=-1).values
+            ordered[..., 1:][ordered[..., 1:] == ordered[..., :-1]] = -1
+            size = reading.config.selection_block_size
+            for j, compared in enumerate(readings):
+                if compared.ranked is not None and compared.config.selection_block_size == size:
+                    shares = share_in_common(ordered, compared.ranked.flatten(2))
+                    agreement[i, j] = shares.nanmean()
         return agreement
 
 

@@ -136,13 +136,13 @@ def scores_of_ranked(
     return scores.masked_fill(ranked < 0, float("nan"))
 
 
-def share_in_common(these: Tensor, others: Tensor) -> Tensor:
-    """The share of blocks [.. n] that are among `others` [.. x] too; NaN where one of them has no
-    block. -1 is no block."""
-    real = these >= 0
-    common = ((these[..., :, None] == others[..., None, :]).any(dim=-1) & real).sum(dim=-1)
-    both = real.any(dim=-1) & (others >= 0).any(dim=-1)
-    return torch.where(both, common / real.sum(dim=-1), float("nan"))
+def share_in_common(chosen: Tensor, compared: Tensor) -> Tensor:
+    """The share of blocks [.. n] that are among those `compared` [.. x] too; NaN where one of them
+    has no block. -1 is no block."""
+    real = chosen >= 0
+    common = ((chosen[..., :, None] == compared[..., None, :]).any(dim=-1) & real).sum(dim=-1)
+    have_blocks = real.any(dim=-1) & (compared >= 0).any(dim=-1)
+    return torch.where(have_blocks, common / real.sum(dim=-1), float("nan"))
 
 
 def measure(
@@ -188,8 +188,8 @@ def measure(
             if "window" in config.branches:
                 if probs is None or window_k is not call.k:
                     probs = probabilities(q, window_k, seen, config)
-                inside = (j - chunk.at[:, None]).abs() <= config.sliding_window_size
-                mass = probs.masked_fill(~inside[None, :, None], 0.0).sum(dim=-1)
+                is_near = (j - chunk.at[:, None]).abs() <= config.sliding_window_size
+                mass = probs.masked_fill(~is_near[None, :, None], 0.0).sum(dim=-1)
                 parts["window_mass"].append(mass)
             if ranked is not None and ranked.shape[-1] and call.ck is not None:
                 scores = scores_of_ranked(call, config, chunk, ranked[:, part], rank_scale)
