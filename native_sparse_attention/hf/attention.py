@@ -65,7 +65,7 @@ def attention(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """One softmax over the initial, local and ranked blocks of each query, as `AttentionInterface`
     asks for it; over its window in a layer that has one.
@@ -83,7 +83,7 @@ def attention(
     Raises:
         ValueError: a mask of another form, dropout, weights asked for, or no causal attention.
     """
-    check_call(module, is_causal, dict(others, dropout=dropout))
+    check_call(module, is_causal, dict(options, dropout=dropout))
     dtype = value.dtype
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -95,7 +95,7 @@ def attention(
         return attend_under_mask(q, k, v, attention_mask, *logits), None
 
     (B, T), S = q.shape[:2], k.shape[1]
-    positions = None if is_window and S != T else others.get("position_ids")
+    positions = None if is_window and S != T else options.get("position_ids")
     mask = read_mask(attention_mask, positions, B, T, S, S != T)
     L: Any = S if mask is None else mask.length
     if isinstance(L, int) and S > L:  # a static cache is longer than its sequences
@@ -103,54 +103,62 @@ def attention(
     settings = drop_in_settings(module.config)
     backend, dense_length = settings.pop("backend"), settings["dense_length"]
     s, d = settings["selection_block_size"], settings["compress_block_sliding_stride"]
-    is_dense = not is_window and dense_up_to(settings) >= S
+    is_dense = not is_window and dense_limit(settings) >= S
 
-    held: Tensor | None = key  # with which a cache may keep compressed keys
-    # queries are at positions `starts` + 0, 1, .., none of them before `least`
-    starts, least, layout, documents, order, counts = L - T, 0, None, None, None, None
+    # queries are at positions `starts` + 0, 1, .., none of them before `first`; where rows differ,
+    # `move` puts queries there, and keys are moved too
+    starts, first, documents, counts, move = L - T, 0, None, None, None
     if mask is not None and mask.tokens is not None and (isinstance(L, Tensor) or T != L):
-        # over a cache with padding: keys move to the positions that they have without it
         if mask.documents is not None:
             raise ValueError(f"attention_mask must be of {T} tokens with packed documents")
-        _, new, starts = mask.queries(T)
         if is_window or is_dense:
             out = attend_under_mask(q, k, v, mask.visible(T, S, sliding_window), *logits)
-            return out.masked_fill(~new[..., None, None], 0), None
-        least = 0 if torch.compiler.is_compiling() else mask.once(NSAMask.least_start, T)
-        held, order, counts = None, varlen.real_first(new), new.sum(1)
-        k, v = (varlen.pick(t, varlen.real_first(mask.tokens)) for t in (k, v))
-        q = varlen.pick(q, order)
+            return out.masked_fill(~mask.queries(T)[..., None, None], 0), None
+        move, key_move, starts, counts, first = mask.share(NSAMask.step, T)
+        k, v = (varlen.Move.apply(t, *key_move) for t in (k, v))
     elif mask is not None and mask.has_rows:
-        layout = mask.once(NSAMask.layout, 1 if is_window else max(s, d))
-        q, k, v = (layout.spread(t) for t in (q, k, v))
-        held, documents = None, layout.documents
+        layout = mask.share(NSAMask.layout, 1 if is_window else max(s, d))
+        documents, move = layout.documents, (layout.source, layout.target)
+        k, v = (varlen.Move.apply(t, *move) for t in (k, v))
     elif isinstance(starts, Tensor):
         starts = starts.expand(B).long().contiguous()
-        least = dense_length if mask is not None and mask.past_dense_length else 0
+        first = dense_length if mask is not None and mask.past_dense_length else 0
     else:
-        least = starts
+        first = starts
+    if move is not None:
+        q = varlen.Move.apply(q, *move)
 
-    is_first = isinstance(starts, int) and starts == 0
+    is_whole = isinstance(starts, int) and starts == 0
     if sliding_window is not None:
         settings |= dict(dense_length=0, sliding_window_size=sliding_window - 1)
     elif is_dense:
         settings |= dict(num_selected_blocks=0, selection_stride=1, dense_length=sys.maxsize)
-    elif settings["selection_stride"] > 1 and not is_first:
+    elif settings["selection_stride"] > 1 and not is_whole:
         raise ValueError(
             f"selection_stride must be 1 to decode, got {settings['selection_stride']}: caches of "
             "transformers keep no ranking of earlier tokens"
         )
-    elif least >= dense_length:
+    elif first >= dense_length:
         settings["dense_length"] = 0
     config = AttentionConfig.unchecked(
         **settings, branches=("window",) if is_window else ("selected",), causal=True,
         scale=scaling, soft_cap=softcap,
     )  # fmt: skip
-    ck = None if is_window else compressed_keys(k, config, documents, held)
+    ck: Tensor | None = None
+    if config.ranks and not is_window:  # keys that rank blocks: all, or means of windows
+        l = config.compress_block_size
+        means = kept_means(key, l, d) if move is None else None
+        if l == d == 1:
+            ck = k
+        elif means is not None:
+            ck = means[:, :, : k.shape[1] // d].transpose(1, 2).to(k.dtype)
+        else:
+            windows = windows_of(k.transpose(1, 2), l, d, True, documents)
+            ck = windows.mean(dim=-2).transpose(1, 2)
     call = Call(q, k, v, ck, q_offset=starts, documents=documents)
     call = call if sinks is None else call.but(sinks=sinks[None])
     is_step = backend == "triton" or (backend == "auto" and q.is_cuda)
-    is_step = is_step and not (is_window or is_dense or is_first)
+    is_step = is_step and not (is_window or is_dense or is_whole)
     facts: dict[str, Any] = dict(config=config, operands=(ck,), dense_length=config.dense_length)
     if is_step and not why_not("decode_attention", q, k, v, **facts):
         if isinstance(starts, int):
@@ -162,20 +170,17 @@ def attention(
         op = "sliding_window_attention" if is_window else "native_sparse_attention"
         name = dispatch.choose(backend, op, q, k, v=v, q_offset=starts, config=config)
         out, _ = branches.attend(call, config, name)
-        if counts is not None:
-            is_padding = torch.arange(T, device=out.device) >= counts[:, None]
-            out = out.masked_fill(is_padding[..., None, None], 0)
-    if order is not None:
-        out = varlen.pick(out, order.argsort(dim=1))
-    return (out if layout is None else layout.collect(out)).contiguous(), None
+    if move is not None:
+        out = varlen.Move.apply(out, *reversed(move))
+    return out.contiguous(), None
 
 
-def check_call(module: Any, is_causal: bool | None, asked: Mapping[str, Any]) -> None:
+def check_call(module: Any, is_causal: bool | None, request: Mapping[str, Any]) -> None:
     """Check that a layer asks for what sparse attention has."""
-    for name, told in REFUSED.items():
-        value = asked.get(name)
+    for name, message in REFUSED.items():
+        value = request.get(name)
         if isinstance(value, Tensor) or value:
-            raise ValueError(told.format(value))
+            raise ValueError(message.format(value))
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError(
             f"is_causal must be True with sparse attention, got False in {type(module).__name__}"
@@ -203,11 +208,11 @@ def attend_under_mask(
     logits = (q @ k.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
     if soft_cap is not None:
         logits = soft_cap * torch.tanh(logits / soft_cap)
-    least = torch.finfo(logits.dtype).min / 2  # finite: a row of padding has no NaN
+    bound = torch.finfo(logits.dtype).min / 2  # finite: a row of padding has no NaN
     if mask.is_floating_point():
-        logits = logits + mask.float().clamp(min=least)
+        logits = logits + mask.float().clamp(min=bound)
     else:
-        logits = logits.masked_fill(~mask, least)
+        logits = logits.masked_fill(~mask, bound)
     if sinks is not None:
         sink = sinks.float()[:, None, None].expand(*logits.shape[:-1], 1)
         logits = torch.cat((logits, sink), dim=-1)
@@ -215,23 +220,7 @@ def attend_under_mask(
     return (weights.to(v.dtype) @ v).transpose(1, 2).contiguous()
 
 
-def compressed_keys(
-    k: Tensor, config: AttentionConfig, documents: varlen.Documents | None, key: Tensor | None
-) -> Tensor | None:
-    """The keys [B W K D] that rank blocks: means of windows of k [B S K D], or k itself. A cache
-    may keep them with the tensor `key` that it returned."""
-    l, d = config.compress_block_size, config.d
-    if not config.ranks:
-        return None
-    if l == d == 1:
-        return k
-    means = None if key is None else kept_means(key, l, d)
-    if means is not None:
-        return means[:, :, : k.shape[1] // d].transpose(1, 2).to(k.dtype)
-    return windows_of(k.transpose(1, 2), l, d, True, documents).mean(dim=-2).transpose(1, 2)
-
-
-def dense_up_to(settings: Mapping[str, Any]) -> int:
+def dense_limit(settings: Mapping[str, Any]) -> int:
     """Queries of sequences of up to so many tokens attend to all that they may see."""
     length: int = settings["dense_length"]
     s, d = settings["selection_block_size"], settings["compress_block_sliding_stride"]
@@ -279,9 +268,9 @@ def use_sparse_attention(
             range, or not of this form.
     """
     decoder = check_model(model)
-    kept = dict(getattr(decoder.config, KEY, None) or {})
-    replaced = kept.pop(REPLACED, "sdpa")
-    user = kept if config is None and not settings else config
+    saved = dict(getattr(decoder.config, KEY, None) or {})
+    replaced = saved.pop(REPLACED, "sdpa")
+    user = saved if config is None and not settings else config
     layer = layer_config(user, settings, DEFAULTS, FIXED)
     check_choice("importance", layer.importance, IMPORTANCE_RULES)
     if decoder.config._attn_implementation != NAME:
@@ -300,9 +289,9 @@ def use_dense_attention(model: Model) -> Model:
     """
     decoder = base_of(model)
     if decoder.config._attn_implementation == NAME:
-        kept = getattr(decoder.config, KEY, None)
-        decoder.set_attn_implementation((kept or {}).get(REPLACED, "sdpa"))
-        if kept is not None:
+        saved = getattr(decoder.config, KEY, None)
+        decoder.set_attn_implementation((saved or {}).get(REPLACED, "sdpa"))
+        if saved is not None:
             delattr(decoder.config, KEY)
     return model
 
@@ -335,31 +324,28 @@ def check_model(model: Any) -> PreTrainedModel:
     """
     decoder = base_of(model)
     config, name = decoder.config, type(decoder).__name__
-    is_causal = all(getattr(module, "is_causal", True) for module in decoder.modules())
-    for is_wrong, expected, got in (
-        (getattr(config, "is_encoder_decoder", False), "a decoder alone", "with an encoder"),
-        (
-            config.get_text_config(decoder=True) is not config,
-            "a decoder of text: give model.get_decoder()",
-            "of several parts",
-        ),
-        (
-            not (getattr(config, "is_causal", True) and is_causal),
-            "causal",
-            "with is_causal=False",
-        ),
-        (
-            not decoder._can_set_attn_implementation(),
-            "one that calls AttentionInterface of transformers",
-            "with attention of its own",
-        ),
-    ):
-        if is_wrong:
-            raise ValueError(f"model must be {expected}, got {name} {got}")
-    check_layers(config, name)
-    if "full_attention" not in layer_types(config):
-        raise ValueError(
-            "model must be one with layers of full attention, as others have their window already, "
-            f"got {name} with sliding_window={config.sliding_window} in all layers"
+    is_causal = getattr(config, "is_causal", True)
+    is_causal = is_causal and all(getattr(m, "is_causal", True) for m in decoder.modules())
+    is_part = config.get_text_config(decoder=True) is not config
+    problem = None
+    if getattr(config, "is_encoder_decoder", False):
+        problem = f"a decoder alone, got {name} with an encoder"
+    elif is_part:
+        problem = f"a decoder of text: give model.get_decoder(), got {name} of several parts"
+    elif not is_causal:
+        problem = f"causal, got {name} with is_causal=False"
+    elif not decoder._can_set_attn_implementation():
+        problem = (
+            "one that calls AttentionInterface of transformers, got "
+            f"{name} with attention of its own"
         )
+    else:
+        check_layers(config, name)
+        if "full_attention" not in layer_types(config):
+            problem = (
+                "one with layers of full attention, as others have their window already, got "
+                f"{name} with sliding_window={config.sliding_window} in all layers"
+            )
+    if problem:
+        raise ValueError(f"model must be {problem}")
     return decoder

@@ -24,7 +24,7 @@ from .mask import NSAMask
 from .settings import drop_in_settings
 
 # least spare capacity of storage in tokens; else an eighth of those that are there
-LEAST_SPARE = 64
+SPARE = 64
 
 
 def keep_means(key: Tensor, l: int, d: int, means: Tensor) -> None:
@@ -65,39 +65,39 @@ class SparseLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        (l, d), is_traced = self.windows, torch.compiler.is_compiling()
-        # autograd saves what a call returned
-        in_place = self.is_initialized and not (torch.is_grad_enabled() or is_traced)
+        l, d = self.windows
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         # of keys that another call has moved or cropped they are computed anew
-        means = kept_means(self.keys, l, d) if self.is_initialized else None
-        if in_place:
-            self.keys = self.extend("keys", self.keys, key_states)
-            self.values = self.extend("values", self.values, value_states)
-        else:
-            super().update(key_states, value_states, *args, **kwargs)
-        if l == d == 1 or is_traced:
+        means = kept_means(self.keys, l, d)
+        self.keys = self.extend("keys", self.keys, key_states)
+        self.values = self.extend("values", self.values, value_states)
+        if l == d == 1 or torch.compiler.is_compiling():
             return self.keys, self.values
-        done = 0 if means is None else means.shape[2]
-        if means is None or done * d < l:  # windows that begin before the first token
+        count = 0 if means is None else means.shape[2]
+        if means is None or count * d < l:  # windows that begin before the first token
             means = windows_of(self.keys, l, d, True).mean(dim=-2)
-        elif self.keys.shape[2] // d > done:  # the newest tokens complete some
-            new = unfold(self.keys[:, :, (done + 1) * d - l :], l, d).mean(dim=-2)
-            means = self.extend("means", means, new) if in_place else torch.cat((means, new), 2)
+        elif self.keys.shape[2] // d > count:  # the newest tokens complete some
+            new = unfold(self.keys[:, :, (count + 1) * d - l :], l, d).mean(dim=-2)
+            means = self.extend("means", means, new)
         keep_means(self.keys, l, d, means)
         return self.keys, self.values
 
-    def extend(self, name: str, held: Tensor, new: Tensor) -> Tensor:
-        """The held entries [B K n D], and the new ones after them in storage."""
-        if held.ndim != 4 or not fits(held, new):
-            return torch.cat((held, new), dim=-2)
-        S, total = held.shape[2], held.shape[2] + new.shape[2]
+    def extend(self, name: str, entries: Tensor, new: Tensor) -> Tensor:
+        """The entries [B K n D], and the new ones after them: in storage, unless autograd saves
+        what a call returned, or a graph is traced."""
+        is_plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if is_plain or entries.ndim != 4 or not fits(entries, new):
+            return torch.cat((entries, new), dim=-2)
+        S, total = entries.shape[2], entries.shape[2] + new.shape[2]
         store = self.stores.get(name)
         # crops leave the begin of the storage, other calls another tensor
-        is_held = store is not None and store.data_ptr() == held.data_ptr() and fits(store, new)
-        if store is None or not is_held or store.shape[2] < total:
-            capacity = total + max(LEAST_SPARE, total // 8)
-            store = self.stores[name] = held.new_empty(*held.shape[:2], capacity, held.shape[3])
-            store[:, :, :S] = held
+        is_moved = store is None or store.data_ptr() != entries.data_ptr()
+        if store is None or is_moved or not fits(store, new) or store.shape[2] < total:
+            capacity = total + max(SPARE, total // 8)
+            store = entries.new_empty(*entries.shape[:2], capacity, entries.shape[3])
+            store[:, :, :S] = entries
+            self.stores[name] = store
         store[:, :, S:total] = new
         return store[:, :, :total]
 
@@ -110,9 +110,9 @@ class SparseLayer(DynamicLayer):
         super().offload()
 
 
-def fits(one: Tensor, other: Tensor) -> bool:
+def fits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors [B K n D] differ in n alone, if at all."""
-    kinds = ((t.dtype, t.device, t.shape[:2], t.shape[3:], t.is_inference()) for t in (one, other))
+    kinds = ((t.dtype, t.device, t.shape[:2], t.shape[3:], t.is_inference()) for t in (a, b))
     return len(set(kinds)) == 1
 
 
@@ -190,13 +190,13 @@ class StaticSparseCache(StaticCache):
     Args:
         config: `model.config`, after `use_sparse_attention(model)`.
         max_cache_len: the most tokens of a sequence.
-        others: `offloading` and `offload_only_non_sliding` of `StaticCache`.
+        options: `offloading` and `offload_only_non_sliding` of `StaticCache`.
     """
 
-    def __init__(self, config: Any, max_cache_len: int, **others: Any) -> None:
+    def __init__(self, config: Any, max_cache_len: int, **options: Any) -> None:
         sizes = window_sizes(config)
         max_cache_len = check_int("max_cache_len", max_cache_len, 1)
-        super().__init__(config=config, max_cache_len=max_cache_len, **others)
+        super().__init__(config=config, max_cache_len=max_cache_len, **options)
         if sizes != (1, 1):
             self.layers: list[Any] = [
                 StaticSparseLayer(*sizes, max_cache_len) if type(layer) is StaticLayer else layer
@@ -249,7 +249,7 @@ class KVLayer(CacheLayerMixin):
             )
         if has_checks:
             self.check_past(tokens, self.slots)
-        new = None if mask is None or tokens is None else mask.once(NSAMask.new_tokens, T)
+        new = None if mask is None or tokens is None else mask.share(NSAMask.new_tokens, T)
         return dict(cache=self.cache, mask=new)
 
     def count(self, T: int, mask: NSAMask | None) -> None:
@@ -258,7 +258,7 @@ class KVLayer(CacheLayerMixin):
         self.slots += T
         self.real = None if mask is None else mask.tokens
 
-    def check_past(self, tokens: Tensor | None, past: int) -> None:
+    def check_past(self, tokens: Tensor | None, slots: int) -> None:
         """Check that a mask [B, S] hides the padding that earlier masks hid, no more.
 
         Raises:
@@ -269,13 +269,13 @@ class KVLayer(CacheLayerMixin):
                 "past_key_values has seen packed documents, of which it keeps nothing: call the "
                 "model with use_cache=False, or give each document a row"
             )
-        if torch.compiler.is_compiling() or not past:  # there the host does not know
+        if torch.compiler.is_compiling() or not slots:  # there the host does not know
             return
-        held = self.cache.lengths
-        expected = [past] * len(held) if tokens is None else tokens[:, :past].sum(1).tolist()
-        if held != expected:
+        lengths = self.cache.lengths
+        expected = [slots] * len(lengths) if tokens is None else tokens[:, :slots].sum(1).tolist()
+        if lengths != expected:
             raise ValueError(
-                f"attention_mask must show the {held} tokens that past_key_values holds of each "
+                f"attention_mask must show the {lengths} tokens that past_key_values holds of each "
                 f"sequence, got {expected}: give the mask [B, S] of all tokens so far"
             )
 
@@ -354,18 +354,18 @@ class StaticKVLayer(KVLayer):
         """
         tokens = None if mask is None else mask.tokens
         if has_checks:
-            past = int(self.slots)
-            if past + T > self.max_cache_len:
+            count = int(self.slots)
+            if count + T > self.max_cache_len:
                 raise ValueError(
-                    f"past_key_values is full: it holds {past} of {self.max_cache_len} tokens, got "
-                    f"{T} more"
+                    f"past_key_values is full: it holds {count} of {self.max_cache_len} tokens, "
+                    f"got {T} more"
                 )
-            if mask is not None and int(mask.length) != past + T:
+            if mask is not None and int(mask.length) != count + T:
                 raise ValueError(
-                    f"attention_mask must show the {past + T} keys up to the last new token, got "
+                    f"attention_mask must show the {count + T} keys up to the last new token, got "
                     f"{int(mask.length)}"
                 )
-            self.check_past(tokens, past)
+            self.check_past(tokens, count)
         if tokens is None:
             return dict(cache=self.cache)
         slots = self.slots + torch.arange(T, device=tokens.device)
@@ -426,9 +426,9 @@ def layer_of(cache: Any, index: int) -> KVLayer:
         layer = cache.layers[index] if index < len(cache.layers) else None
     if type(layer) in (DynamicLayer, StaticLayer):
         is_traced = torch.compiler.is_compiling()  # there the host does not know
-        if not is_traced and (held := int(layer.get_seq_length())) > 0:
+        if not is_traced and (count := int(layer.get_seq_length())) > 0:
             raise ValueError(
-                f"past_key_values must be empty or of this model, got the {held} tokens of another"
+                f"past_key_values must be empty or of this model, got the {count} tokens of another"
             )
         is_static = type(layer) is StaticLayer
         layer = cache.layers[index] = StaticKVLayer(layer.max_cache_len) if is_static else KVLayer()

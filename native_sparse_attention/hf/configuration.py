@@ -12,7 +12,6 @@ from ..checks.scalars import (
     check_bool,
     check_factor,
     check_int,
-    check_ints,
     check_layers,
     check_probability,
     shown,
@@ -35,6 +34,12 @@ SETTINGS = free_settings(DECIDED)
 ABSENT: dict[str, Any] = dict(
     attention_dropout=0.0, attention_bias=False, mlp_bias=False, hidden_act="silu",
     sliding_window=None, rope_scaling=None, rope_parameters=None, layer_types=None,
+)  # fmt: skip
+
+
+COUNTS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size",
+    "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
 )  # fmt: skip
 
 
@@ -66,7 +71,7 @@ class NSAModelConfig(PreTrainedConfig):
         initializer_range: standard deviation of initial embeddings and projections. Gates,
             compression networks and sinks begin as in `SparseAttention`.
         tie_word_embeddings: whether the head has the weights of the embedding.
-        others: those of `PreTrainedConfig`.
+        options: those of `PreTrainedConfig`.
 
     Raises:
         ValueError: an argument out of range, an unknown setting, or incompatible settings.
@@ -103,15 +108,15 @@ class NSAModelConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
     tie_word_embeddings: bool = False
 
-    def __post_init__(self, **others: Any) -> None:
+    def __post_init__(self, **options: Any) -> None:
         self.check()
         for name, value in ABSENT.items():
-            if others.get(name) not in (None, value):
+            if options.get(name) not in (None, value):
                 raise ValueError(
                     f"{name} must be {value!r}, as the model has no other, got "
-                    f"{shown(others[name])}"
+                    f"{shown(options[name])}"
                 )
-        super().__post_init__(**others)
+        super().__post_init__(**options)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -131,26 +136,25 @@ class NSAModelConfig(PreTrainedConfig):
         Raises:
             ValueError: as the class does.
         """
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        for name in COUNTS:
             setattr(self, name, check_int(name, getattr(self, name), 1))
-        H = check_int("num_attention_heads", self.num_attention_heads, 1)
-        K = H if self.num_key_value_heads is None else self.num_key_value_heads
-        K = check_int("num_key_value_heads", K, 1)
-        if H % K:
-            raise ValueError(f"num_key_value_heads must divide num_attention_heads={H}, got {K}")
+        H = self.num_attention_heads
+        if H % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads must divide num_attention_heads={H}, got "
+                f"{self.num_key_value_heads}"
+            )
         if self.head_dim is None and self.hidden_size % H:
             raise ValueError(
                 f"head_dim must be given where num_attention_heads={H} does not divide "
                 f"hidden_size={self.hidden_size}, got None"
             )
         D = self.hidden_size // H if self.head_dim is None else self.head_dim
-        self.num_attention_heads, self.num_key_value_heads = H, K
-        (self.head_dim,) = check_ints(1, head_dim=D)
+        self.head_dim = check_int("head_dim", D, 1)
         if D % 2:
             raise ValueError(f"head_dim must be even for rotary embedding, got {D}")
-        self.max_position_embeddings = check_int(
-            "max_position_embeddings", self.max_position_embeddings, 1
-        )
         for name in ("rms_norm_eps", "rope_theta"):
             setattr(self, name, check_factor(name, getattr(self, name)))
         check_probability("initializer_range", self.initializer_range)

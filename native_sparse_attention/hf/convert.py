@@ -24,20 +24,19 @@ from ..initialization import assign
 from .attention import check_model
 from .modeling import NSAAttention
 from .settings import CONVERTED_KEY as KEY
-from .settings import NAME, free_settings, kept_settings, layer_config, without_notes
+from .settings import NAME, free_settings, kept_settings, layer_config, quiet
 
 Model = TypeVar("Model")
 
-# what `convert` can read: projections of q, k and v, or one of all three
-SEPARATE = {
-    "LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "SmolLM3Attention",
-    "PhiAttention", "GraniteAttention", "GemmaAttention", "Gemma2Attention", "Gemma3Attention",
-    "MixtralAttention", "Qwen2MoeAttention", "Qwen3MoeAttention",
+# modules that `convert` can read; those with `qkv_proj` have one projection of q, k and v, those
+# with `q_norm` norms of every head of queries and keys
+FAMILIES = {
+    f"{name}Attention"
+    for name in (
+        "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3",
+        "Granite", "Gemma", "Gemma2", "Gemma3", "Phi", "Phi3",
+    )
 }  # fmt: skip
-FUSED = {"Phi3Attention"}
-# norms of every head of queries and keys
-NORMED = {"Qwen3Attention", "Qwen3MoeAttention", "Gemma3Attention"}
-CAPPED = {"Gemma2Attention"}
 
 # all settings but those that the model decides, or that have one form
 SETTINGS = free_settings(
@@ -77,7 +76,7 @@ def convert(
     the sequence, the outputs are those of the model.
 
     Args:
-        model: a loaded decoder of a family in `SEPARATE` or `FUSED`. It is changed in place.
+        model: a loaded decoder with attention of `FAMILIES`. It is changed in place.
         config: an `NSAConfig` or a dict of its settings. Without config and settings, those that
             `model.config.nsa_converted` keeps.
         settings: single settings of `NSAConfig`, which replace those of `config`. The model decides
@@ -95,43 +94,47 @@ def convert(
     decoder = check_model(model)
     if config is None and not settings:
         config = getattr(decoder.config, KEY, None)
-    user = config if isinstance(config, NSAConfig) else None
     if isinstance(config, Mapping):
-        settings = dict(config) | settings
-    elif config is not None and user is None:
-        raise ValueError(f"config must be an NSAConfig, a dict or None, got {shown(config)}")
+        settings = {**config, **settings}
+        config = None
     # logits of open gates; sigmoid(12) = 1 - 6e-6
     bias = check_factor("gate_bias", settings.pop("gate_bias", 12.0))
     base, kinds = decoder.base_model, getattr(decoder.config, "layer_types", None)
-    layers = [
-        (index, layer)
+    layers = {
+        index: layer
         for index, layer in enumerate(getattr(base, "layers", []))
         if kinds is None or kinds[index] == "full_attention"
-    ]
+    }
     rotary = getattr(base, "rotary_emb", None)
     for name, part in (("layers", layers), ("rotary_emb", rotary)):
         if not part:
             raise ValueError(f"model must have {name}, got none in a {type(base).__name__}")
     # all of them, before the model changes
-    modules = [getattr(layer, "self_attn", layer) for _, layer in layers]
-    replaced = [sparse_layer(read_module(m, rotary), user, settings, bias) for m in modules]
-    for attention, (index, layer) in zip(replaced, layers, strict=True):
-        module = layer.self_attn
-        freeze(attention, module)
-        is_first = index == layers[0][0]
-        layer.self_attn = NSAAttention(attention, index, module.attention_dropout, is_first)
-        layer.self_attn.train(module.training)
-    kept = kept_settings(replaced[0].config, SETTINGS) | dict(gate_bias=bias)
-    setattr(decoder.config, KEY, kept)
+    replaced = {
+        index: sparse_layer(getattr(layer, "self_attn", layer), rotary, config, settings, bias)
+        for index, layer in layers.items()
+    }
+    first = min(replaced)
+    for index, attention in replaced.items():
+        module = layers[index].self_attn
+        new = NSAAttention(attention, index, module.attention_dropout, index == first)
+        layers[index].self_attn = new.train(module.training)
+    saved = kept_settings(replaced[first].config, SETTINGS) | dict(gate_bias=bias)
+    setattr(decoder.config, KEY, saved)
     decoder.set_attn_implementation(NAME)
     return model
 
 
 def sparse_layer(
-    parts: Parts, user: NSAConfig | None, settings: Mapping[str, Any], gate_bias: float
+    module: Any,
+    rotary: Any,
+    user: NSAConfig | None,
+    settings: Mapping[str, Any],
+    gate_bias: float,
 ) -> SparseAttention:
-    """A layer with the weights of an attention module."""
-    branches = settings.get("branches", ONE_SOFTMAX["branches"] if user is None else user.branches)
+    """A layer with the weights of an attention module, frozen where its weights are."""
+    parts = read_module(module, rotary)
+    branches = settings.get("branches", getattr(user, "branches", ("selected",)))
     is_alone = isinstance(branches, (list, tuple)) and [*branches] == ["selected"]
     defaults = SETTINGS | (ONE_SOFTMAX if is_alone else BRANCHES)
     defaults |= dict(index_heads=parts.settings["kv_heads"])
@@ -164,39 +167,33 @@ def sparse_layer(
             assign(norm.weight, scales)
     if layer.to_index is not None and config.index_dim == config.dim_head:
         assign(layer.to_index.weight, index_weight(parts, config))
-    return layer
-
-
-def freeze(layer: SparseAttention, module: nn.Module) -> None:
-    """Freeze what comes from frozen weights of the module; queries, keys and values together, if
-    none of their projections is trained."""
     trained = {name.split(".")[0] for name, p in module.named_parameters() if p.requires_grad}
-    sources = (
+    for copied, sources in (  # queries, keys and values are one weight
         (layer.to_qkv, {"q_proj", "k_proj", "v_proj", "qkv_proj"}),
         (layer.combine_heads, {"o_proj", "dense"}),
         (layer.q_norm, {"q_norm"}),
         (layer.k_norm, {"k_norm"}),
-    )
-    for copied, names in sources:
-        if copied is not None and not trained & names:
+    ):
+        if copied is not None and not trained & sources:
             copied.requires_grad_(False)
+    return layer
 
 
 def index_weight(parts: Parts, config: NSAConfig) -> Tensor:
     """The first index queries, the mean query of each group, and index keys, the mean key of their
     KV heads, without biases and norms. With `index_heads=kv_heads` and neither in the model, a
     block's score is then the largest (or mean) logit of the mean query."""
-    D, (q, k, _), (q_norm, k_norm) = config.dim_head, parts.projections["weight"], parts.norms
-
-    def mean_heads(weight: Tensor, norm: Tensor | None, count: int) -> Tensor:
+    D, K = config.dim_head, parts.settings["kv_heads"]
+    means = []
+    for weight, norm, heads in zip(
+        parts.projections["weight"], parts.norms, (K, config.index_heads), strict=False
+    ):
         weight = weight.unflatten(0, (-1, D))
         if norm is not None:
             weight = weight * norm[:, None]
-        return reduce(weight, "(h g) d i -> (h d) i", "mean", h=count)
-
+        means.append(reduce(weight, "(h g) d i -> (h d) i", "mean", h=heads))
     scale = parts.settings["scale"] * D**0.5  # scores have the index's own scale
-    q = mean_heads(q, q_norm, parts.settings["kv_heads"]) * scale
-    return torch.cat((q, mean_heads(k, k_norm, config.index_heads)))
+    return torch.cat((means[0] * scale, means[1]))
 
 
 # what is read of a model's attention
@@ -226,17 +223,16 @@ def read_module(module: Any, rotary: Any) -> Parts:
     Raises:
         ValueError: a module without an equivalent in `SparseAttention`.
     """
-    name, families = type(module).__name__, sorted(SEPARATE | FUSED)
-    if name not in families:
+    name = type(module).__name__
+    if name not in FAMILIES:
         raise ValueError(
-            f"model must have attention of {', '.join(families)}, got {name}: use_sparse_attention "
-            "takes more models, without weights of its own"
+            f"model must have attention of {', '.join(sorted(FAMILIES))}, got {name}: "
+            "use_sparse_attention takes more models, without weights of its own"
         )
     D = module.head_dim
     H, K = module.config.num_attention_heads, module.config.num_key_value_heads
-    out_name = "dense" if name == "PhiAttention" else "o_proj"
-    names = ["qkv_proj"] if name in FUSED else ["q_proj", "k_proj", "v_proj"]
-    linears = {n: getattr(module, n) for n in (*names, out_name)}
+    names = ["qkv_proj"] if hasattr(module, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
+    out_name = "dense" if hasattr(module, "dense") else "o_proj"
     inv_freq, amplitude, pairs, kind = None, 1.0, 0, "default"
     if getattr(module, "use_rope", True):
         kind = getattr(rotary, "rope_type", "default")
@@ -245,46 +241,41 @@ def read_module(module: Any, rotary: Any) -> Parts:
         inv_freq = getattr(rotary, f"{prefix}inv_freq").detach().float()
         amplitude = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
         pairs = len(inv_freq)
-    refusals = [
-        (
-            getattr(module, "qk_layernorm", False),
-            "RMSNorm of queries and keys or none, got {} with LayerNorm (qk_layernorm)",
-        ),
-        (
-            kind in ("dynamic", "longrope"),
-            "rotary frequencies that do not depend on the length of the sequence, got {} with "
-            f"rope_type={kind!r}",
-        ),
-        (
-            amplitude != 1.0 and 2 * pairs < D,
-            "attention_scaling 1 where rotary embedding turns a part of a head, got {} with "
-            f"{amplitude}",
-        ),
-    ]
+    problem = None
+    if getattr(module, "qk_layernorm", False):
+        problem = f"RMSNorm of queries and keys or none, got {name} with LayerNorm (qk_layernorm)"
+    elif kind in ("dynamic", "longrope"):
+        problem = (
+            "rotary frequencies that do not depend on the length of the sequence, got "
+            f"{name} with rope_type={kind!r}"
+        )
+    elif amplitude != 1.0 and 2 * pairs < D:
+        problem = (
+            "attention_scaling 1 where rotary embedding turns a part of a head, got "
+            f"{name} with {amplitude}"
+        )
+    linears = {n: getattr(module, n) for n in (*names, out_name)}
     for n, linear in linears.items():
-        weight = getattr(linear, "weight", torch.empty(0))
-        refusals += [
-            (
-                type(linear) is not nn.Linear or not weight.is_floating_point(),
+        if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
+            problem = (
                 "projections that are nn.Linear: merge adapters, and load without quantization, "
-                f"got {{}} with {n} of {type(linear).__name__}",
-            ),
-            (weight.is_meta, f"loaded weights, got {{}} with {n} on the meta device"),
-            (
-                hasattr(weight, "device_mesh"),
+                f"got {name} with {n} of {type(linear).__name__}"
+            )
+        elif linear.weight.is_meta:
+            problem = f"loaded weights, got {name} with {n} on the meta device"
+        elif hasattr(linear.weight, "device_mesh"):
+            problem = (
                 "whole weights: convert it before fully_shard, and load it without tensor "
-                f"parallelism, got {{}} with {n} as a DTensor",
-            ),
-        ]
-    for is_wrong, told in refusals:
-        if is_wrong:
-            raise ValueError(f"model must have {told.format(name)}")
+                f"parallelism, got {name} with {n} as a DTensor"
+            )
+    if problem:
+        raise ValueError(f"model must have {problem}")
 
     # pairs of neighbours, of features i and i + pairs, which transformers rotates together
     order = torch.arange(D)
     order = torch.cat((order[: 2 * pairs].view(2, pairs).T.flatten(), order[2 * pairs :]))
 
-    def in_pairs(t: Tensor) -> Tensor:
+    def pair(t: Tensor) -> Tensor:
         return t.unflatten(0, (-1, D))[:, order.to(t.device)].flatten(0, 1)
 
     projections = {}
@@ -292,21 +283,21 @@ def read_module(module: Any, rotary: Any) -> Parts:
         if getattr(linears[names[0]], part) is not None:
             qkv = torch.cat([getattr(linears[n], part).detach() for n in names])
             q, k, v = qkv.split([H * D, K * D, K * D])
-            projections[part] = [in_pairs(q), in_pairs(k), v]
+            projections[part] = [pair(q), pair(k), v]
     norms: tuple[Any, Any] = (None, None)
-    eps = 1e-6
-    if name in NORMED:
+    eps, is_normed = 1e-6, hasattr(module, "q_norm")
+    if is_normed:
         eps = getattr(module.q_norm, "variance_epsilon", getattr(module.q_norm, "eps", eps))
         plus = name.startswith("Gemma")
-        q, k = (in_pairs(norm.weight.detach()) + plus for norm in (module.q_norm, module.k_norm))
+        q, k = (pair(norm.weight.detach()) + plus for norm in (module.q_norm, module.k_norm))
         norms = (q, k)
     out = linears[out_name]
     settings: dict[str, Any] = dict(
         dim=out.weight.shape[0], dim_head=D, heads=H, kv_heads=K, causal=True, norm=False,
-        qkv_bias="bias" in projections, out_bias=out.bias is not None, qk_norm=name in NORMED,
+        qkv_bias="bias" in projections, out_bias=out.bias is not None, qk_norm=is_normed,
         qk_norm_eps=eps, attention_sinks=False, compress_mlp_expand_factor=1.0, block_sizes=None,
         scale=float(module.scaling) * amplitude**2,  # of queries and of keys
-        soft_cap=module.attn_logit_softcapping if name in CAPPED else None,
+        soft_cap=module.attn_logit_softcapping if name == "Gemma2Attention" else None,
     )  # fmt: skip
     return Parts(settings, projections, out, norms, inv_freq)
 
@@ -331,19 +322,19 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
         raise ValueError(f"path must be a folder with config.json, got {shown(path)}")
     config = AutoConfig.from_pretrained(folder)
     text = config.get_text_config(decoder=True)
-    kept = getattr(text, KEY, None)
-    if not kept:
+    saved = getattr(text, KEY, None)
+    if not saved:
         raise ValueError(f"path must be a folder of a converted model, got {shown(str(path))}")
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise ValueError(f"path must have model.safetensors, got {shown(str(path))}")
     # all but attention as transformers loads it: its formats of experts, buffers in float32
     architecture = getattr(transformers, config.architectures[0])
-    with without_notes():  # of weights of attention that it does not find
-        model, about = architecture.from_pretrained(
+    with quiet():  # of weights of attention that it does not find
+        model, report = architecture.from_pretrained(
             folder, dtype=config.dtype or torch.float32, output_loading_info=True
         )
-    convert(model if text is config else model.get_decoder(), dict(kept) | settings)
+    convert(model if text is config else model.get_decoder(), dict(saved) | settings)
     layers = [name for name, m in model.named_modules() if isinstance(m, NSAAttention)]
     # a model of several parts may have another prefix in the file
     ends = {name: name[name.rindex("layers.") :] for name in layers}
@@ -364,7 +355,7 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
     prefixes = tuple(f"{name}." for name in layers)
     wrong = {
         kind: {key for key in getattr(loaded, kind) if key.startswith(prefixes)}
-        | {key for key in about[kind] if not key.startswith(prefixes)}
+        | {key for key in report[kind] if not key.startswith(prefixes)}
         for kind in ("missing_keys", "unexpected_keys")
     }
     if any(wrong.values()):

@@ -56,32 +56,31 @@ def distill(
             teacher with layers of the model, or gradients that are not finite. Weights are then
             those of the step before.
     """
-    counts = dict(steps=steps, batch_size=batch_size, ranking_queries=ranking_queries)
-    for name, count in counts.items():
+    for name, count in (
+        ("steps", steps), ("batch_size", batch_size), ("ranking_queries", ranking_queries),
+    ):  # fmt: skip
         check_int(name, count, 1)
     lr = check_factor("lr", lr)
     check_choice("stage", stage, ("ranking", "all"))
     layers = [layer.attention for layer in attention_modules(model)]
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 2:
         raise ValueError(f"ids must be [N, T] integers, got {shown(ids)}")
-    is_alone, configs = stage == "ranking", [layer.config for layer in layers]
-    forced = [c.num_initial_blocks + max(1, c.num_local_blocks) for c in configs]
-    least = max(c.selection_block_size * (2 + n) for c, n in zip(configs, forced, strict=True))
-    for is_wrong, told in (
-        (is_alone and teacher is not None, "teacher must be None in stage 'ranking'"),
-        (
-            teacher is not None and {*layers} & {*teacher.modules()},
+    is_alone, minimum = stage == "ranking", 0
+    for c in (layer.config for layer in layers):
+        blocks = c.num_initial_blocks + max(1, c.num_local_blocks) + 2
+        minimum = max(minimum, c.selection_block_size * blocks)
+    if is_alone and teacher is not None:
+        raise ValueError("teacher must be None in stage 'ranking'")
+    if teacher is not None and {*layers} & {*teacher.modules()}:
+        raise ValueError(
             "teacher must have layers of its own, got those of model, which convert and adapters "
-            "change in place: copy.deepcopy(model) before",
-        ),
-        (
-            ids.shape[1] < least or not len(ids),
-            f"ids must have rows of {least} tokens, in which two blocks can be ranked, got "
-            f"{list(ids.shape)}",
-        ),
-    ):
-        if is_wrong:
-            raise ValueError(told)
+            "change in place: copy.deepcopy(model) before"
+        )
+    if ids.shape[1] < minimum or not len(ids):
+        raise ValueError(
+            f"ids must have rows of {minimum} tokens, in which two blocks can be ranked, got "
+            f"{list(ids.shape)}"
+        )
     dense, history = {layer: layer.dense for layer in layers}, []
     device = next(model.parameters()).device
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -51,7 +51,7 @@ class NSAMask:
     documents: Any = None
     past_dense_length: bool = False
     has_positions: bool = False
-    known: dict[Any, Any] = field(default_factory=dict, repr=False)
+    results: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     # a mask of layers, as of four axes: transformers makes those from masks of two
     ndim = 4
@@ -75,17 +75,17 @@ class NSAMask:
         tensors = {n: t for n in names if isinstance(t := getattr(self, n), Tensor)}
         if all(t.device == torch.device(device) for t in tensors.values()):
             return self
-        moved: dict[str, Any] = {name: t.to(device) for name, t in tensors.items()}
-        return replace(self, **moved, known={})
+        changes: dict[str, Any] = {name: t.to(device) for name, t in tensors.items()}
+        return replace(self, **changes, results={})
 
-    def once(self, compute: Callable[..., Any], *args: Any) -> Any:
+    def share(self, compute: Callable[..., Any], *args: Any) -> Any:
         """`compute(self, *args)`, for all layers that share the mask."""
         if torch.compiler.is_compiling():
             return compute(self, *args)
         key = compute, args
-        if key not in self.known:
-            self.known[key] = compute(self, *args)
-        return self.known[key]
+        if key not in self.results:
+            self.results[key] = compute(self, *args)
+        return self.results[key]
 
     def layout(self, step: int) -> varlen.Layout:
         """Rows in which each sequence or document begins at a multiple of `step`."""
@@ -94,12 +94,21 @@ class NSAMask:
             tuple(rows.shape), rows.device, step, segment_ids=self.documents, mask=self.tokens
         )
 
-    def queries(self, T: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a mask of tokens: the slots [T] of the queries among the keys; which of them are
-        tokens, [B, T]; and how many tokens [B] each sequence has before them."""
+    def queries(self, T: int) -> Tensor:
+        """Which of the T queries are tokens, [B, T]."""
         slots = torch.arange(T, device=self.tokens.device) + (self.length - T)
-        new = self.tokens.index_select(1, slots)
-        return slots, new, self.tokens.sum(1) - new.sum(1)
+        real: Tensor = self.tokens.index_select(1, slots)
+        return real
+
+    def step(self, T: int) -> tuple[Any, Any, Tensor, Tensor, int]:
+        """Of T queries over a cache with padding: the moves (as of `varlen.Move`) of queries and
+        of keys to the positions that they have without it; tokens [B] before the queries, and
+        among them; and the fewest before them in any row, if the host may read it."""
+        real = self.queries(T)
+        counts = real.sum(1)
+        starts = self.tokens.sum(1) - counts
+        first = 0 if torch.compiler.is_compiling() else int(starts.min())
+        return compaction(real), compaction(self.tokens), starts, counts, first
 
     def visible(self, T: int, S: int, sliding_window: int | None = None) -> Tensor:
         """Which of S keys the last T queries see, bool [B, 1, T, S] if rows differ."""
@@ -115,14 +124,19 @@ class NSAMask:
             visible = visible & (self.documents[:, None] == self.documents[:, -T:, None])
         return visible[:, None]
 
-    def least_start(self, T: int) -> int:
-        """The fewest tokens that a sequence has before its T queries."""
-        return int(self.queries(T)[-1].min())
-
     def new_tokens(self, T: int) -> Tensor | None:
         """Which of the last T tokens [B, T] are no padding; None if all are."""
         new = self.tokens[:, -T:]
         return None if bool(new.all()) else new
+
+
+def compaction(real: Tensor) -> tuple[Tensor, Tensor]:
+    """The move that puts the real tokens of rows [B, n] first: `source` and `target` of
+    `varlen.Move`."""
+    order = varlen.real_first(real)
+    slots = torch.arange(real.shape[1], device=real.device)
+    source = order.where(slots < real.sum(1, keepdim=True), -1)
+    return source, order.argsort(dim=1).where(real, -1)
 
 
 def layer_types(config: Any) -> list[str]:
@@ -138,10 +152,10 @@ def check_layers(config: Any, name: str) -> None:
     Raises:
         ValueError: it has layers of other kinds, or cross-attention.
     """
-    if others := sorted(set(layer_types(config)) - LAYER_TYPES):
+    if kinds := sorted(set(layer_types(config)) - LAYER_TYPES):
         raise ValueError(
             f"model must be one with layers of {' and '.join(sorted(LAYER_TYPES))}, got {name} "
-            f"with {others}"
+            f"with {kinds}"
         )
     if crossed := getattr(config, "cross_attention_layers", None):
         raise ValueError(
@@ -163,7 +177,7 @@ def nsa_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     config: Any = None,
-    **others: Any,
+    **options: Any,
 ) -> NSAMask | Tensor | None:
     """The mask of a forward, as `AttentionMaskInterface` asks for it. Layers with a window get the
     mask [B, 1, T, S] of SDPA over a cache, and where padding lies between tokens.
@@ -175,7 +189,7 @@ def nsa_mask(
     if isinstance(attention_mask, NSAMask):  # `generate` makes it before a compiled forward
         return attention_mask
     T, S, tracing = q_length, kv_length, torch.compiler.is_compiling()
-    if use_vmap or others.get("allow_is_bidirectional_skip") is not None:
+    if use_vmap or options.get("allow_is_bidirectional_skip") is not None:
         raise ValueError(
             "attention_mask must be causal, with padding or packed documents, got a mask function "
             "of the model's own: use_dense_attention(model) computes it"
@@ -204,7 +218,11 @@ def nsa_mask(
         is_last = is_whole or (is_known and q_offset + T == kv_offset + S)
         if tokens is None and documents is None and is_last:
             return None
-        if not is_whole or (tokens is not None and not tracing and has_gaps(tokens)):
+        has_gaps = False
+        if tokens is not None and not tracing:  # padding between tokens of a row
+            begins = tokens & ~F.pad(tokens, (1, 0))[:, :-1]
+            has_gaps = bool((begins.sum(1) > 1).any())
+        if not is_whole or has_gaps:
             return sdpa_mask(
                 batch_size=batch_size, q_length=T, kv_length=S, q_offset=q_offset,
                 kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
@@ -225,12 +243,6 @@ def nsa_mask(
     if tokens is None:
         return None if L == S else NSAMask(L)
     return NSAMask(L, tokens[:, :L])
-
-
-def has_gaps(tokens: Tensor) -> bool:
-    """Whether padding lies between tokens of a row [B, S]."""
-    begins = tokens & ~F.pad(tokens, (1, 0))[:, :-1]
-    return bool((begins.sum(1) > 1).any())
 
 
 # packed documents
@@ -258,28 +270,25 @@ def documents_of_function(
             "attention_mask must be causal, got one that shows later tokens, as between those of "
             f"an image: {HINT}"
         )
-    return None if bool(sees.all()) else numbered(~sees.expand(B, -1))
+    return number_documents(~sees.expand(B, -1))
 
 
-def packed_mask(position_ids: Tensor, B: int, past: int | None = None) -> NSAMask | None:
+def packed_mask(position_ids: Tensor, B: int, cached: int | None) -> NSAMask | None:
     """The mask of B packed rows, by positions [1|B, T] that return to 0; None if they do not.
-
-    Args:
-        past: tokens before these of a cache, which has no packed documents; None without one.
+    `cached`: tokens before these of a cache, which has no packed documents; None without one.
 
     Raises:
         ValueError: packed documents over a cache.
     """
-    begins = position_ids[:, 0 if past else 1 :] == 0
-    if not bool(begins.any()):
-        return None
-    if past is not None:
+    begins = position_ids[:, 0 if cached else 1 :] == 0
+    if cached is not None and bool(begins.any()):
         raise ValueError(
-            f"position_ids over a cache must not return to 0 after {past} tokens, got "
+            f"position_ids over a cache must not return to 0 after {cached} tokens, got "
             f"{shown(position_ids.tolist())}: a cache keeps no packed sequences, give "
             "use_cache=False"
         )
-    return NSAMask(position_ids.shape[1], documents=numbered(begins.expand(B, -1)))
+    documents = None if cached is not None else number_documents(begins.expand(B, -1))
+    return None if documents is None else NSAMask(position_ids.shape[1], documents=documents)
 
 
 documents_uncompiled = torch.compiler.disable(
@@ -288,26 +297,28 @@ documents_uncompiled = torch.compiler.disable(
 )
 
 
-def numbered(begins: Tensor) -> Tensor:
-    """The documents [B, T] of rows, by where tokens after the first begin one, [B, T - 1]."""
-    return F.pad(begins, (1, 0)).cumsum(1)
+def number_documents(begins: Tensor) -> Tensor | None:
+    """The documents [B, T] of rows, by where tokens after the first begin one, [B, T - 1]; None for
+    one document a row."""
+    return F.pad(begins, (1, 0)).cumsum(1) if bool(begins.any()) else None
 
 
 # what the user gives: tensors that all layers of a forward share
 
-KNOWN: Any = WeakTensorKeyDictionary()
+RESULTS: Any = WeakTensorKeyDictionary()
 
 
-def remembered(compute: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
+def share(compute: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
     """`compute(tensor, *args)`, once for the layers of a forward. A tensor of inference mode counts
     no writes, and is read anew."""
     if torch.compiler.is_compiling() or tensor.is_inference():
         return compute(tensor, *args)
-    state = compute, args, tensor._version
-    known = KNOWN.get(tensor)
-    if known is None or known[0] != state:
-        known = KNOWN[tensor] = state, compute(tensor, *args)
-    return known[1]
+    call = compute, args, tensor._version
+    earlier, result = RESULTS.get(tensor, (None, None))
+    if earlier != call:
+        result = compute(tensor, *args)
+        RESULTS[tensor] = call, result
+    return result
 
 
 def read_mask(
@@ -326,14 +337,14 @@ def read_mask(
     if mask is not None and not isinstance(mask, NSAMask):
         if not isinstance(mask, Tensor):
             raise ValueError(f"attention_mask must be a tensor [{B}, S], got {shown(mask)}")
-        mask = remembered(mask_of_tensor, mask, B, T, S)
-    is_told = mask is not None and (mask.has_rows or isinstance(mask.length, Tensor))
-    if is_told or torch.compiler.is_compiling() or not isinstance(position_ids, Tensor) or T == 1:
+        mask = share(mask_of_tensor, mask, B, T, S)
+    is_step = T == 1 or (mask is not None and isinstance(mask.length, Tensor))
+    if is_step or (mask is not None and mask.has_rows) or torch.compiler.is_compiling():
         return mask
-    if position_ids.ndim != 2 or position_ids.shape[1] != T:
+    if not isinstance(position_ids, Tensor) or position_ids.shape[1:] != (T,):
         return mask
-    past = None if not has_past else (S if mask is None else mask.length) - T
-    return remembered(packed_mask, position_ids, B, past) or mask
+    cached = None if not has_past else (S if mask is None else mask.length) - T
+    return share(packed_mask, position_ids, B, cached) or mask
 
 
 def mask_of_tensor(mask: Tensor, B: int, T: int, S: int) -> NSAMask | None:
@@ -362,21 +373,19 @@ def mask_of_tensor(mask: Tensor, B: int, T: int, S: int) -> NSAMask | None:
     if T == S:
         tokens = visible.diagonal(dim1=1, dim2=2)
         begins = ~visible[:, 1:, :-1].diagonal(dim1=1, dim2=2) & tokens[:, 1:] & tokens[:, :-1]
-        documents = numbered(begins) if bool(begins.any()) else None
+        documents = number_documents(begins.expand(B, -1))
     else:  # last keys that no query sees are not written yet, in a static cache, or padding
-        seen = tokens.any(0).nonzero()
-        lengths = [max(T, int(seen[-1]) + 1 if len(seen) else 0), S]
+        last = tokens.any(0).nonzero()[-1:]
+        lengths = [max(T, *(last[:, 0] + 1).tolist(), 0), S]
     for L in lengths:
-        told = NSAMask(L, tokens[:, :L], documents)
-        is_wrong = visible[..., :L] != told.visible(T, L)[:, 0]
+        result = NSAMask(L, tokens[:, :L].expand(B, -1), documents)
+        is_wrong = visible[..., :L] != result.visible(T, L)[:, 0]
         if not bool((is_wrong & tokens[:, L - T : L, None]).any()):
             break
     else:
         raise ValueError(
             f"attention_mask [B, 1, T, S] must be causal, with padding or packed documents: {HINT}"
         )
-    if documents is not None:
-        return NSAMask(L, tokens.expand(B, -1), documents.expand(B, -1))
-    if bool(tokens[:, :L].all()):
+    if documents is None and bool(tokens[:, :L].all()):
         return None if L == S else NSAMask(L)
-    return NSAMask(L, tokens[:, :L].expand(B, -1))
+    return result

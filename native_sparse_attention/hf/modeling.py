@@ -51,8 +51,8 @@ class Ranking:
         """
         if not self.losses:
             raise ValueError("model must have been called within ranking_losses, got no forward")
-        first, *others = (loss.float() for loss in self.losses.values())
-        loss = torch.stack([first, *(loss.to(first.device) for loss in others)]).mean()
+        first, *losses = (loss.float() for loss in self.losses.values())
+        loss = torch.stack([first, *(loss.to(first.device) for loss in losses)]).mean()
         if torch.is_grad_enabled() and self.learns and not loss.requires_grad:
             raise ValueError(
                 "model must be checkpointed without use_reentrant=True, under which its rankings "
@@ -100,7 +100,7 @@ class NSAAttention(nn.Module):
         past_key_values: Any = None,
         cache: Any = None,
         ranking: Ranking | None = None,
-        **others: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         """Attention of [B, T, dim] to these tokens and to those of the cache.
 
@@ -118,39 +118,39 @@ class NSAAttention(nn.Module):
             ValueError: a mask, positions or a cache of another form, dropout, or weights asked for.
         """
         dropout = self.dropout if self.training else 0.0
-        check_call(self, None, dict(others, dropout=dropout))
+        check_call(self, None, dict(options, dropout=dropout))
         x, (B, T) = hidden_states, hidden_states.shape[:2]
         cache = past_key_values if cache is None else cache
-        held = None if cache is None else layer_of(cache, self.layer_idx)
-        is_begun = held is not None and held.is_initialized
-        if held is not None and not is_begun:
-            held.lazy_initialization(x, x)
-        position_ids = others.get("position_ids")
+        layer = None if cache is None else layer_of(cache, self.layer_idx)
+        is_begun = layer is not None and layer.is_initialized
+        if layer is not None and not is_begun:
+            layer.lazy_initialization(x, x)
+        position_ids = options.get("position_ids")
         looks = None if is_begun or attention_mask is not None else position_ids
-        S = T if held is None else held.get_mask_sizes(T)[0]
+        S = T if layer is None else layer.get_mask_sizes(T)[0]
         mask = read_mask(attention_mask, looks, B, T, S)
         has_checks = self.is_first and not torch.compiler.is_compiling()
         if has_checks and T > 1 and not (mask is not None and mask.has_positions):
             check_positions(position_ids, mask, T)
         ranking = self.ranking if ranking is None else ranking
-        if held is not None and (mask is None or mask.documents is None):
+        if layer is not None and (mask is None or mask.documents is None):
             if ranking is not None:
                 raise ValueError(
                     "past_key_values must be None while rankings learn: use_cache=False"
                 )
-            out = self.attention(x, **held.arguments(T, mask, has_checks))
-            held.count(T, mask)
+            out = self.attention(x, **layer.arguments(T, mask, has_checks))
+            layer.count(T, mask)
             return out, None
 
         # whole sequences; a cache keeps nothing of packed documents
-        if held is not None:
-            held.check_past(None, held.get_seq_length())
-            held.is_packed = True
-            held.count(T, None)
+        if layer is not None:
+            layer.check_past(None, layer.get_seq_length())
+            layer.is_packed = True
+            layer.count(T, None)
         call: dict[str, Any] = {}
         layout = None
         if mask is not None and mask.has_rows:
-            layout = mask.once(NSAMask.layout, self.attention.config.alignment)
+            layout = mask.share(NSAMask.layout, self.attention.config.alignment)
             x, call["documents"] = layout.spread(x), layout.documents
         if ranking is None or self.attention.to_index is None:
             out = self.attention(x, **call)

@@ -104,12 +104,12 @@ def kept_settings(config: NSAConfig, names: Iterable[str]) -> dict[str, Any]:
 
 def drop_in_settings(config: Any) -> dict[str, Any]:
     """The settings of layers under "nsa" that a model's configuration keeps, or defaults."""
-    kept = getattr(config, KEY, None) or {}
-    return {name: kept.get(name, value) for name, value in DEFAULTS.items()}
+    saved = getattr(config, KEY, None) or {}
+    return {name: saved.get(name, value) for name, value in DEFAULTS.items()}
 
 
 @contextmanager
-def without_notes() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep notes and progress bars of transformers from the terminal."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

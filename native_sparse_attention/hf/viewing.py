@@ -20,7 +20,7 @@ from transformers import (
 from ..checks.scalars import shown
 from .configuration import NSAModelConfig
 from .convert import convert, load_converted
-from .settings import CONVERTED_KEY, DEFAULTS, FIXED, KEY, REPLACED, layer_config, without_notes
+from .settings import CONVERTED_KEY, DEFAULTS, FIXED, KEY, REPLACED, layer_config, quiet
 
 
 def load_viewed(
@@ -57,25 +57,25 @@ def load_viewed(
             # some releases keep the weights packed on a GPU
             options["quantization_config"] = unpack(dequantize=True)
     try:
-        with without_notes():
+        with quiet():
             model, tokenizer = load(path, source, options, settings, device)
     except (ValueError, ImportError, MemoryError):
         raise
     except Exception as error:  # of the libraries that read a file
         if isinstance(error, RuntimeError) and "memory" in str(error):
             raise
-        raise ValueError(f"{path} cannot be loaded: {in_one_line(error)}") from None
+        raise ValueError(f"{path} cannot be loaded: {one_line(error)}") from None
     return model.to(device).eval(), tokenizer
 
 
-def in_one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
 def load(path: Path, source: Any, options: Any, settings: Any, device: Any) -> tuple[Any, Any]:
     """`load_viewed`, with errors of the libraries."""
     config = AutoConfig.from_pretrained(**source)
-    kept = getattr(config.get_text_config(decoder=True), CONVERTED_KEY, None)
+    is_converted = bool(getattr(config.get_text_config(decoder=True), CONVERTED_KEY, None))
     is_native, values = isinstance(config, NSAModelConfig), None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{path} must hold a decoder, got model_type={config.model_type!r}")
@@ -84,14 +84,14 @@ def load(path: Path, source: Any, options: Any, settings: Any, device: Any) -> t
             "settings must be None for a model of type 'nsa', whose config.json has its own, got "
             f"{shown(dict(settings))}"
         )
-    if not kept and not is_native:
+    if not is_converted and not is_native:
         user = dict((getattr(config, KEY, None) or {}) if settings is None else settings)
         user.pop(REPLACED, None)
         checked = layer_config(user, {}, DEFAULTS, FIXED)
         values = {name: getattr(checked, name) for name in DEFAULTS}
     tokenizer = load_tokenizer(path, source)
     dtype: Any = torch.float32 if torch.device(device).type == "cpu" else "auto"
-    if kept:
+    if is_converted:
         model = load_converted(path, **(settings or {}))
         return model.float() if dtype == torch.float32 else model, tokenizer
     model, report = AutoModelForCausalLM.from_pretrained(
@@ -111,7 +111,7 @@ def load_tokenizer(path: Path, source: Mapping[str, Any]) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except Exception as error:  # each kind of tokenizer has errors of its own
-        reason = in_one_line(error)
+        reason = one_line(error)
     if tokenizer is not None:
         # without files some kinds begin with an empty vocabulary
         names = {"tokenizer_config.json", "tokenizer.json", *tokenizer.vocab_files_names.values()}
