@@ -51,20 +51,3 @@ def test_a_tree_that_fails(tmp_path):
     (package / "__init__.py").write_text("raise ValueError('why')")
     rows = against.times_of(tmp_path, "host", torch.device("cpu"), 0.01, True)
     assert rows == {"all of host": {"failed": "ValueError: why"}}
-
-
-@pytest.mark.slow
-def test_a_case_that_fails_ends_its_group(monkeypatch):
-    from benchmarks import one_tree
-
-    def cases(at):
-        yield "first", 1.0
-        yield "second", lambda: 1 / 0
-
-    monkeypatch.setitem(one_tree.GROUPS, "host", cases)
-    at = one_tree.Sizes(True, torch.device("cpu"))
-    found = one_tree.measure(at, "host", 0.01)
-    assert found == {
-        "first": {"ms": 1.0},
-        "second": {"failed": "ZeroDivisionError: division by zero"},
-    }

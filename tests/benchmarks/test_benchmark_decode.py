@@ -20,15 +20,6 @@ QUICK = ["--quick", "--device", "cpu", "--seconds", "1e-4"]
 SMALL = Step(attention.tiny(320, 4, 2), B=2, T=2)
 
 
-# what is refused
-
-
-def prepared(provider, step=SMALL):
-    x = decode.draw(step, CPU)
-    provider.prepare(x, step)
-    return x
-
-
 @pytest.mark.parametrize("change", ["scaled", "other blocks", "one block less", "a token late"])
 def test_wrong_results_are_not_timed(monkeypatch, change):
     right = decode.decode_attention
@@ -64,7 +55,8 @@ def test_wrong_dense_attention_is_not_timed():
 def test_selected_blocks_are_read_off_the_output():
     """More blocks than a head is wide, so several calls."""
     ours, c = Ours("ours", "logits"), SMALL.setting
-    x = prepared(ours)
+    x = decode.draw(SMALL, CPU)
+    ours.prepare(x, SMALL)
     found = decode.block_indices(decode.selected(ours, x, SMALL), SMALL)
     inputs = [x[name] for name in ("q", "k", "v", "ck", "cv", "branch_gates")]
     options = dict(q_offset=x["lengths"].long(), sliding_window_size=c.w, return_indices=True)
@@ -77,17 +69,6 @@ def test_selected_blocks_are_read_off_the_output():
     uneven[0, 0, 0, 5] = True
     with pytest.raises(WrongResult, match="heads of a group"):
         decode.block_indices(uneven, SMALL)
-
-
-# inputs and bytes
-
-
-def test_inputs_are_views_of_storage_as_a_cache_has_it():
-    x = decode.draw(SMALL, CPU)
-    for name in ("k", "v", "ck", "cv"):
-        assert x[name].transpose(1, 2).is_contiguous()
-    assert x["ck"].shape == (2, 80, 2, 16) and x["lengths"].tolist() == [318, 318]
-    torch.testing.assert_close(x["cv"][1, 3], x["v"][1, 8:16].mean(0))
 
 
 def test_bytes_by_hand():

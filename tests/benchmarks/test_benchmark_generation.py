@@ -1,6 +1,4 @@
-"""The benchmark of `generate` of transformers: runs, refuses what is wrong, draws its page."""
-
-import json
+"""The benchmark of `generate` of transformers: what is wrong is refused."""
 
 import pytest
 import torch
@@ -20,32 +18,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def network():
     return generation.network_of("tiny", None, CPU, torch.float32)
-
-
-@pytest.mark.slow
-def test_quick_form(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    rows = generation.main(["--quick", "--device", "cpu", "--out", str(path)])
-    assert common.read_rows(path) == json.loads(json.dumps(rows))
-    forms = ["sdpa", "max of 16", "means of 16", "max of 16 by each head", "converted, 16"]
-    forms += ["defaults", "converted, defaults"]
-    assert [row["form"] for row in rows] == forms
-    for row in rows:
-        assert row["B"] == 2 and row["T"] == 256 and row["all_layers"] == row["layers"] == 2
-        assert row["prefill_ms"] > 0 and row["dynamic_tokens_per_s"] > 0
-        is_static = row["form"] in ("sdpa", "max of 16", "defaults")
-        assert ("static_ms" in row) == is_static
-    assert rows[0]["settings"] is None and rows[1]["settings"]["num_local_blocks"] == 2
-    assert rows[0]["dynamic_over_sdpa"] == 1 and rows[1]["prefill_over_sdpa"] > 0
-
-
-def test_forms_share_the_weights(network):
-    before = network.config._attn_implementation
-    sparse = generation.under(Form("sparse", dict(dense_length=0)), network)
-    pairs = zip(sparse.parameters(), network.parameters(), strict=True)
-    assert all(own is given for own, given in pairs) and sparse.config is not network.config
-    assert (sparse.config._attn_implementation, before) == ("nsa", "sdpa")
-    assert network.config._attn_implementation == before
 
 
 def test_wrong_attention_is_not_timed(monkeypatch, network):
@@ -76,23 +48,3 @@ def test_wrong_attention_is_not_timed(monkeypatch, network):
     generation.measure_all(network, plan, recorder)
     (row,) = recorder.rows
     assert row["form"] == "max of 16" and row["failed"].startswith("wrong: logits")
-
-
-def test_table():
-    dense = {
-        "model": "llama-8b",
-        "layers": 8,
-        "all_layers": 32,
-        "H": 32,
-        "K": 8,
-        "B": 16,
-        "T": 8192,
-    }
-    dense |= {"gpu": "a GPU", "torch": "2", "triton": "3", "commit": "abc", "dtype": "bfloat16"}
-    dense |= {"form": "sdpa", "prefill_ms": 1, "prefill_tokens_per_s": 1e5, "static_failed": "why"}
-    sparse = {"form": "max of 64", "prefill_over_sdpa": 0.9, "prefill_peak_mib": 2048}
-    drawn = generation.table([dense, dense | sparse]).splitlines()
-    title = "llama-8b (8 of 32 layers, 32 query and 8 KV heads, bfloat16), a GPU, prefill, thousand"
-    assert drawn[0] == f"{title} tokens/s (times SDPA); peak GiB:"
-    assert drawn[2:6:2] == ["|  | B=16, 8k |", "| sdpa | 100.0 |"]
-    assert "| max of 64 | 100.0 (0.90); 2.0 |" in drawn and "| sdpa | failed |" in drawn

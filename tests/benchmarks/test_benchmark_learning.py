@@ -59,16 +59,6 @@ def test_presets_are_what_is_trained(T):
     assert one.pop("dense_length") == 8192 and trained == one
 
 
-def test_local_layers():
-    model = variants.build(SMALL["1088 keys, blocks of 32"], SHAPE, seed=0)
-    settings = dict(SMALL["1088 keys, blocks of 32"], local_layers=[1])
-    local = variants.build(settings, SHAPE, seed=0)
-    assert [layer.config.ranks for layer in variants.layers(local)] == [True, False]
-    local.load_state_dict(model.state_dict())
-    ids = torch.randint(0, 256, (1, 200))
-    assert not torch.allclose(model(ids), local(ids), atol=1e-4)
-
-
 def test_dense_attention_is_that_of_the_same_weights():
     """Its layers spend nothing on compressed keys."""
     model = variants.build(SMALL["dense"], SHAPE, seed=0)

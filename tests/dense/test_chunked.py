@@ -1,8 +1,6 @@
 """`chunked_attention`: its masks and offsets, the tiles that it visits, its memory, and what it
 refuses."""
 
-import math
-
 import pytest
 import torch
 
@@ -87,15 +85,6 @@ def test_mask_mods_and_masks_of_every_kind_together():
     assert_same(actual, dense(*leaves, seen, scale=1.5, soft_cap=2.0), leaves)
 
 
-def test_a_mask_mod_that_broadcasts():
-    leaves = draw(2, 9, 9, 4, 2, 4, 4)
-    members = torch.rand(2, 9) < 0.5
-    by_key = chunked_attention(*leaves, mask_mod=lambda b, h, i, j: members[b, j], **CHUNKS)
-    torch.testing.assert_close(by_key, dense(*leaves, members[:, None, None])[0])
-    by_head = chunked_attention(*leaves, mask_mod=lambda b, h, i, j: h != 1, **CHUNKS)
-    assert (by_head[:, :, 1] == 0).all() and (by_head[:, :, 0] != 0).all()
-
-
 def test_hidden_tiles_are_not_computed_and_covered_ones_not_masked(monkeypatch):
     tiles, form_tile = [], chunked.form_tile
 
@@ -129,13 +118,6 @@ def test_autocast_casts_as_a_matmul_does():
     wide = [t.detach().double() for t in (q, k, v)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert chunked_attention(*wide).dtype == torch.float64
-
-
-def test_is_laid_out_as_its_queries_are():
-    q = torch.randn(2, 5, 4, 8)
-    assert chunked_attention(q, q, q).is_contiguous()
-    heads_first = torch.randn(2, 4, 5, 8).transpose(1, 2)
-    assert chunked_attention(heads_first, q, q).transpose(1, 2).is_contiguous()
 
 
 # memory, and a GPU
@@ -179,10 +161,7 @@ def test_within_budget_on_a_gpu(dtype):
 TRUE, IDS = torch.ones(9, dtype=torch.bool), torch.zeros(2, 7).long()
 MESSAGES = {
     "q_chunk_size must be an integer of at least 1, got 0": dict(q_chunk_size=0),
-    "k_chunk_size must be an integer of at least 1, got 2.0": dict(k_chunk_size=2.0),
-    "sliding_window_size must be an integer of at least 0": dict(sliding_window_size=-1),
     "soft_cap must be a number of at least 1.2e-38 or None, got 0.0": dict(soft_cap=0.0),
-    "soft_cap must be a number of at least 1.2e-38 or None, got nan": dict(soft_cap=math.nan),
     "mask must be a bool tensor on cpu, got a torch.float32 tensor": dict(mask=torch.ones(6, 5)),
     r"mask must broadcast to \[B H T S\] = \[2, 4, 5, 6\], got \[9\]": dict(mask=TRUE),
     r"mask_mod must be a function of \(b, h, i, j\) or None, got 3": dict(mask_mod=3),
@@ -203,9 +182,6 @@ MESSAGES = {
     "q_offset must be an int or a tensor": dict(q_offset=1.5),
     r"q_offset.* must be int32 or int64 of shape \[2\]": dict(q_offset=IDS[0, :3]),
     "v has S=7 but k has S=6": dict(v=torch.zeros(2, 7, 2, 4)),
-    "v is torch.float16 but q is torch.float32": dict(v=torch.zeros(2, 6, 2, 4).half()),
-    "multiple of kv_heads": dict(k=torch.zeros(2, 6, 3, 4), v=torch.zeros(2, 6, 3, 4)),
-    "q must be a tensor": dict(q=None),
 }
 
 

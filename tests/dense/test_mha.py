@@ -99,26 +99,6 @@ def test_second_derivatives_of_the_bias(op):
     assert torch.autograd.gradgradcheck(attend, leaves)
 
 
-def test_gradients_by_hand():
-    """Two keys of logits 0 and log 3: weights 1/4 and 3/4, o = 7."""
-    q = torch.ones(1, 1, 1, 1).double().requires_grad_()
-    k = torch.tensor([0.0, math.log(3)], dtype=torch.float64).view(1, 1, 2, 1).requires_grad_()
-    v = torch.tensor([4.0, 8.0], dtype=torch.float64).view(1, 1, 2, 1).requires_grad_()
-    ab = torch.zeros(1, 1, 1, 2).double().requires_grad_()
-    o = mha_reference(q, k, v, ab)
-    o.sum().backward()
-    torch.testing.assert_close(o.item(), 7.0)
-    # ds = p (v - o) = (1/4)(-3), (3/4)(1)
-    assert ab.grad.flatten().tolist() == pytest.approx([-0.75, 0.75])
-    assert k.grad.flatten().tolist() == pytest.approx([-0.75, 0.75])
-    assert v.grad.flatten().tolist() == pytest.approx([0.25, 0.75])
-    torch.testing.assert_close(q.grad.item(), 0.75 * math.log(3))
-    # a scale of 2 squares the ratio, of the bias as of the dot products: weights 1/10, 9/10
-    for x, y in ((k, None), (k * 0, k.detach().view(1, 1, 1, 2))):
-        o = mha_reference(q, x, v, y, softmax_scale=2.0)
-        torch.testing.assert_close(o.item(), 7.6)
-
-
 def test_autocast_does_not_reach_into_it():
     q, k, v = draw(1, 2, 5, 5, 4, 4, torch.float32)
     expected = mha_reference(q, k, v, causal=True)
@@ -134,10 +114,7 @@ def test_autocast_does_not_reach_into_it():
     [
         (dict(ab=torch.zeros(2, 3, 4)), r"ab must broadcast to \[B H T S\] = \[2, 1, 4, 5\]"),
         (dict(ab=torch.zeros(4, 5).long()), "ab must be float16, bfloat16, float32 or float64"),
-        (dict(ab=3.0), "ab must be a tensor, got float"),
-        (dict(mask_value=math.inf), "mask_value must be a number below inf, got inf"),
         (dict(k=torch.zeros(2, 2, 5, 4)), "k has H=2 but q has H=1"),
-        (dict(v=None), "v must be a tensor, got None"),
         (dict(segment_ids=torch.zeros(2, 4).long()), "one tensor for T=4 and S=5"),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 from native_sparse_attention import masks
-from native_sparse_attention.masks import and_masks, catalog, or_masks
+from native_sparse_attention.masks import catalog
 from tests.helpers.pictures import SMALL, assert_torchs_tiles, dense, drawn
 
 CPU = torch.device("cpu")
@@ -37,18 +37,6 @@ DRAWN = {
         ..x.x.x
         """,
     ),
-    "dilated_window, both sides": (
-        masks.dilated_window(1, 3, causal=False),
-        """
-        x..x...
-        .x..x..
-        ..x..x.
-        x..x..x
-        .x..x..
-        ..x..x.
-        ...x..x
-        """,
-    ),
     "prefix_lm": (masks.prefix_lm(2), "xx... xx... xxx.. xxxx. xxxxx"),
     "an empty prefix": (masks.prefix_lm(0), "x.. xx. xxx"),
     "document, by offsets": (
@@ -64,20 +52,6 @@ DRAWN = {
         masks.document(torch.tensor([7, 3, 7, -1, 3, -1])),
         "x..... .x.... x.x... ...... .x..x. ......",
     ),
-    # 2 rows of 4 pixels, a kernel of 1 x 3 and of 3 x 3
-    "sasa, in rows": (
-        masks.sasa(2, 4, 1, 3),
-        """
-        xx......
-        xxx.....
-        .xxx....
-        ..xx....
-        ....xx..
-        ....xxx.
-        .....xxx
-        ......xx
-        """,
-    ),
     "sasa": (
         masks.sasa(3, 3, 3),
         """
@@ -90,19 +64,6 @@ DRAWN = {
         ...xx.xx.
         ...xxxxxx
         ....xx.xx
-        """,
-    ),
-    "natten, in rows": (
-        masks.natten(2, 4, 1, 3),
-        """
-        xxx.....
-        xxx.....
-        .xxx....
-        .xxx....
-        ....xxx.
-        ....xxx.
-        .....xxx
-        .....xxx
         """,
     ),
     # 4 rows of 2 pixels: a canvas that is not square
@@ -142,10 +103,6 @@ DRAWN = {
         x....
         """,
     ),
-    "a window and sinks": (
-        or_masks(masks.sliding_window(1), and_masks(masks.causal, lambda b, h, i, j: j < 1)),
-        "x.... xx... xxx.. x.xx. x..xx",
-    ),
     "no key beyond the last image": (
         masks.flamingo(TWO_IMAGES[:1], image_token_length=2),
         "xx.. xx.. xx.. ....",
@@ -164,14 +121,6 @@ DRAWN = {
         masks.jagged_mask_mod(lambda b, h, i, j: j < PREFIX[b], torch.tensor([0, 2, 5, 7])),
         "....... ....... ..xx... ..xx... ..xx... .....x. .....x.",
     ),
-    "sliding": (
-        masks.create_sliding_mask(5, 2, device="cpu").mask_mod,
-        "x.... xx... xxx.. .xxx. ..xxx",
-    ),
-    "sliding, both sides": (
-        masks.create_sliding_mask(5, 1, causal=False, device="cpu").mask_mod,
-        "xx... xxx.. .xxx. ..xxx ...xx",
-    ),
     # stride 2, one memory key: window j ends at token 2 j + 1 and is seen from 2 j + 2 on
     "compress": (
         masks.create_compress_mask(7, 2, 2, mem_kv_len=1, device="cpu").mask_mod,
@@ -183,10 +132,6 @@ DRAWN = {
     "fine, both sides": (
         masks.create_fine_mask(5, 2, causal=False)(INDICES_BOTH_WAYS).mask_mod,
         "..... xxxx. ....x ..xx. xx..x",
-    ),
-    "fine, no slot": (
-        masks.create_fine_mask(5, 3)(INDICES[..., :0]).mask_mod,
-        "x.... xx... xxx.. ...x. ...xx",
     ),
 }
 

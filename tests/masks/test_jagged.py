@@ -36,9 +36,6 @@ def alone(values, lengths, mask_mod, score_mod=None, scale=None):
     return torch.cat(outs)
 
 
-# mods
-
-
 def test_score_mods_get_the_sequence_and_positions():
     def code(score, b, h, q_idx, kv_idx):
         return score + 100 * b + 10 * q_idx + kv_idx
@@ -47,9 +44,6 @@ def test_score_mods_get_the_sequence_and_positions():
     i = torch.arange(5)
     scores = mod(torch.zeros(5), 0 * i, 0 * i, i, i.flip(0))
     assert torch.equal(scores, torch.tensor([2.0, 11, 100, 111, 120]))
-
-
-# nested tensors
 
 
 @pytest.mark.parametrize("score", ["no score", "alibi", "cap"])
@@ -88,9 +82,6 @@ def test_keys_of_their_own():
         assert grad.isfinite().all()
 
 
-# on a GPU
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [(5, 0, 1, 13, 131, 2), (128, 128), (1,), (700, 301)])
 def test_gpu_each_sequence_as_alone(lengths):
@@ -111,13 +102,6 @@ def test_gpu_each_sequence_as_alone(lengths):
         right = torch.autograd.grad(expected, exact, bwd.double())
         for grad, expected_grad in zip(grads, right):
             torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=2e-3)
-
-
-@pytest.mark.gpu
-def test_gpu_says_what_flex_cannot():
-    parts = [nested((4, 3), 1, 8, torch.float64, "cuda")[0] for _ in range(3)]
-    with pytest.raises(NotImplementedError, match="no float64 and need head widths of at least 16"):
-        masks.jagged_attention(*parts)
 
 
 def test_holes_are_refused():

@@ -167,10 +167,8 @@ def test_grouped_heads_and_scale():
 
 
 FACTORIES = {
-    "sliding_window": lambda n: {"mask_mod": masks.sliding_window(n)},
     "dilated_window": lambda n: {"mask_mod": masks.dilated_window(n, n)},
     "prefix_lm": lambda n: {"mask_mod": masks.prefix_lm(n)},
-    "sasa": lambda n: {"mask_mod": masks.sasa(4, 2 + 2 * n, 2 * n + 1)},
     "natten": lambda n: {"mask_mod": masks.natten(12, 2 + 2 * n, 2 * n + 1)},
     "flamingo": lambda n: {
         "mask_mod": masks.flamingo(torch.tensor([[0, 9]]), image_token_length=n)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
@@ -53,36 +55,29 @@ def test_published_masks_agree(published, monkeypatch):
 LENGTHS = [1, 2, 7, TILE - 1, TILE, TILE + 1, 2 * TILE + 1, 401]
 
 
-@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_sliding_mask(length, causal):
-    for window in (0, 1, 5, TILE, 300, 1000):
+def test_sliding_and_compress_masks(length):
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    for window, causal in itertools.product((0, 1, 5, TILE, 300, 1000), (True, False)):
         mask = create_sliding_mask(length, window, causal, device="cpu")
-        i, j = torch.arange(length)[:, None], torch.arange(length)
         expected = (j <= i) & (j >= i - window) if causal else (j - i).abs() <= window
         assert torch.equal(dense(mask)[0, 0], expected)
         assert_torchs_tiles(mask)
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("mem", [0, 1, 3, TILE])
-def test_compress_mask(length, mem):
-    for stride in (1, 3, 16):
+    for mem, stride in itertools.product((0, 1, 3, TILE), (1, 3, 16)):
         windows = length // stride
-        if mem + windows == 0:
-            continue
-        mask = create_compress_mask(length, windows, stride, mem, device="cpu")
-        expected = torch.ones(length, mem + windows, dtype=torch.bool)
-        i, j = torch.arange(length)[:, None], torch.arange(windows)
-        expected[:, mem:] = (j + 1) * stride - 1 < i
-        assert torch.equal(dense(mask)[0, 0], expected)
-        assert_torchs_tiles(mask)
+        if mem + windows:
+            mask = create_compress_mask(length, windows, stride, mem, device="cpu")
+            expected = torch.ones(length, mem + windows, dtype=torch.bool)
+            expected[:, mem:] = (j[:windows] + 1) * stride - 1 < i
+            assert torch.equal(dense(mask)[0, 0], expected)
+            assert_torchs_tiles(mask)
 
 
-def test_compress_mask_edges():
+def test_masks_of_nothing_and_of_many_tokens():
     assert create_compress_mask(8, 2, 4, causal=False) is None
-    nothing = create_compress_mask(3, 0, 4, device="cpu")
-    assert nothing.shape == (1, 1, 3, 0)
+    assert create_compress_mask(3, 0, 4, device="cpu").shape == (1, 1, 3, 0)
+    mask = create_sliding_mask(131072, 512, device="cpu")  # 2^20 pairs of tiles
+    assert mask.kv_indices.shape == (1, 1, 1024, 1024) and mask.sparsity() > 99
 
 
 @pytest.mark.slow(one_of=3)
@@ -159,10 +154,3 @@ def test_masks_are_kept_by_shape_and_fit_for_training():
     assert masks.nsa.sliding_block_mask(11, 13, 3, True, 2, CPU) is first
     assert masks.nsa.sliding_block_mask(11, 13, 3, False, 2, CPU) is not first
     assert not first.kv_indices.is_inference()
-
-
-def test_large_masks_are_cheap():
-    """2^20 pairs of tiles, not 2^34 of tokens."""
-    mask = create_sliding_mask(131072, 512, device="cpu")
-    assert mask.kv_indices.shape == (1, 1, 1024, 1024)
-    assert mask.sparsity() > 99

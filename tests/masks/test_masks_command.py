@@ -54,7 +54,6 @@ def test_large_pictures_are_of_cells():
         (["nothing"], "invalid choice: 'nothing' .*causal.*natten.*selected"),
         (["natten", "--kernel-height", "4"], "kernel_height must be odd, .* got 4"),
         (["causal", "--length", "0"], "length must be an integer of at least 1, got 0"),
-        (["causal", "--block-size", "0"], "block_size must be at least 1, got 0"),
         (["causal", "--out", "causal.jpg"], "--out must be a .png file .*, got causal.jpg"),
         (["causal", "--out", "nowhere/causal.png"], "a folder there is, got nowhere.causal.png"),
     ],

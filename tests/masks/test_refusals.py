@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -13,11 +11,8 @@ from tests.masks.test_jagged import nested
 
 CPU = torch.device("cpu")
 
-
 IDS = torch.tensor([0, 0, 1])
 SPANS = torch.tensor([[0, 2]])
-
-
 A, B = nested((2, 3), 2, 8)[0], nested((3, 2), 2, 8)[0]
 THREE = nested((2, 2, 1), 2, 8)[0]
 OFFSETS = torch.tensor([0, 2, 5])
@@ -29,29 +24,17 @@ def attend(q=A, k=A, v=A, *args, **kwargs):
 
 
 BAD = [
-    (lambda: masks.sliding_window(-1), "window must be an integer of at least 0, got -1"),
-    (lambda: masks.dilated_window(-1, 2), "window must"),
     (lambda: masks.dilated_window(1, 0), "dilation must be an integer of at least 1, got 0"),
-    (lambda: masks.prefix_lm(-1), "prefix_length must"),
     (lambda: masks.document(), "document_ids or offsets must be given, and not both, got neither"),
     (lambda: masks.document(IDS, offsets=IDS), "document_ids or offsets .* got both"),
-    (
-        lambda: masks.document(IDS.float()),
-        "document_ids must be an integer tensor of 1 or 2 axes, g",
-    ),
     (lambda: masks.document(IDS > 0), "document_ids must be an integer tensor .* got a torch.bool"),
-    (lambda: masks.document(IDS[None, None]), r"document_ids must be .* of shape \[1, 1, 3\]"),
     (
         lambda: masks.document(offsets=torch.tensor([0, 4, 3])),
         "offsets must hold 0 and ends that n",
     ),
     (lambda: masks.document(offsets=torch.tensor([1, 4])), "offsets must hold 0 .* got .1, 4"),
-    (lambda: masks.document(offsets=torch.tensor([0])), "offsets must hold 0 and ends"),
-    (lambda: masks.document(offsets=torch.zeros(2, 2).long()), "offsets must be .* of 1 axes"),
-    (lambda: masks.sasa(0, 4, 3), "canvas_height must"),
     (lambda: masks.sasa(4, 4, 4), "kernel_height must be odd, .* got 4"),
     (lambda: masks.sasa(4, 4, 3, 2), "kernel_width must be odd, .* got 2"),
-    (lambda: masks.natten(4, 0, 3), "canvas_width must"),
     (lambda: masks.natten(4, 9, 5), "kernel_height must be at most canvas_height=4, got 5"),
     (lambda: masks.natten(9, 4, 5), "kernel_width must be at most canvas_width=4, got 5"),
     (lambda: masks.flamingo(SPANS), "image_ids or image_token_length .* got neither"),
@@ -61,17 +44,13 @@ BAD = [
     (lambda: masks.flamingo(SPANS[0], IDS), "intervals must be an integer tensor of 2 axes"),
     (lambda: masks.flamingo(SPANS.repeat(1, 2), IDS), r"intervals must have shape \[images, 2\]"),
     (lambda: masks.flamingo(SPANS.flip(1), IDS), "intervals must be pairs of 0 <= start <= end, g"),
-    (lambda: masks.block_mask_of(masks.causal, 0, 4), "q_len must"),
     (lambda: catalog.make("nothing", 4, CPU), "name must be one of 'causal', .* got 'nothing'"),
     (lambda: catalog.make("document", 4, CPU, documents=5), "documents must be at most length=4"),
     (lambda: catalog.make("sasa", 10, CPU, canvas_width=3), "canvas_width must divide length=10"),
     (lambda: catalog.make("compress", 10, CPU, stride=11), "stride must be at most length=10"),
     (lambda: masks.jagged_mask_mod(None, OFFSETS.float()), "offsets must be an integer tensor"),
     (lambda: masks.jagged_mask_mod(None, OFFSETS, OFFSETS[:2]), "kv_offsets must be of 2 sequenc"),
-    (lambda: masks.jagged_score_mod(masks.relative_position, OFFSETS[:1]), "offsets must hold 0"),
-    (lambda: masks.jagged_block_mask(None, torch.tensor([0, 0])), "q_len must"),
     (lambda: attend(q=A.values()), "q must be a nested tensor of layout torch.jagged, got a ten"),
-    (lambda: attend(k=None), "k must be a nested tensor of layout torch.jagged, got NoneType"),
     (lambda: attend(v=A.transpose(1, 2)), r"v must have shape \[B, j, heads, width\]"),
     (lambda: attend(v=B), "k and v must have the same offsets"),
     (lambda: attend(q=THREE), "q has B=3 but k has B=2"),
@@ -82,29 +61,14 @@ BAD = [
         lambda: attend(block_mask=masks.jagged_block_mask(None, torch.tensor([0, 4]))),
         "block_mask must be of 5 queries and 5 keys, got 4 and 4",
     ),
-    (lambda: masks.create_sliding_mask(0, 4), "seq_len"),
-    (lambda: masks.create_sliding_mask(4, -1), "window_size"),
-    (lambda: masks.create_compress_mask(4, 1, 0), "compress_block_sliding_stride"),
-    (lambda: masks.create_compress_mask(4, 1, 1, mem_kv_len=-1), "mem_kv_len"),
-    (lambda: masks.create_compress_mask(4, -1, 1), "kv_seq_len"),
-    (lambda: masks.create_fine_mask(4, 0), "fine_block_size"),
     (
         lambda: masks.create_fine_mask(4, 2)(torch.zeros(1, 1, 5, 1).long()),
         "selected_block_indices",
     ),
-    (lambda: masks.alibi_slopes(0), "num_heads must be an integer of at least 1, got 0"),
-    (lambda: masks.alibi(-1), "num_heads must"),
     (lambda: masks.alibi(4, torch.ones(3)), r"slopes must be floating, of shape \[4\], got a"),
-    (lambda: masks.alibi(2, torch.ones(2).long()), "slopes must be floating"),
     (lambda: masks.soft_cap(0), "cap must be a positive finite number of at least 1.2e-38, got 0"),
-    (lambda: masks.soft_cap(math.inf), "cap must"),
-    (lambda: masks.soft_cap(math.nan), "cap must"),
-    (lambda: masks.soft_cap("2"), "cap must .* got '2'"),
-    (lambda: masks.soft_cap(True), "cap must"),
     (lambda: masks.soft_cap(2.0, "yes"), "approximate must be True or False, got 'yes'"),
     (lambda: masks.relative_bias(torch.ones(4)), r"table must have shape \[heads, 2 m \+ 1\] or"),
-    (lambda: masks.relative_bias(torch.ones(1, 1, 3)), "table must have shape"),
-    (lambda: masks.relative_bias(torch.ones(3).long()), "table must be a floating tensor, got a"),
     (lambda: masks.relative_bias([1.0]), r"table must be a floating tensor, got \[1.0\]"),
 ]
 

@@ -94,22 +94,6 @@ def test_page_is_one_file_that_asks_for_nothing():
     assert "default-src 'none'" in text and text.encode()
 
 
-def test_some_tokens_of_some_layers():
-    module, texts = model(), byte_texts(DATA)
-    data = content_of(page(module, TOKENS, texts, queries=5, layers=["layers.1.0"], seed=3))
-    again = content_of(page(module, torch.tensor(TOKENS), texts, queries=5, layers=[1], seed=3))
-    assert data == again and len(data["positions"]) == 5 and len(data["layers"]) == 1
-
-
-def test_modes_of_the_model_stay():
-    module = model().train()
-    module.layers[0].eval()
-    modes = [part.training for part in module.modules()]
-    page(module, TOKENS, byte_texts(DATA))
-    assert modes == [part.training for part in module.modules()]
-    assert all(parameter.grad is None for parameter in module.parameters())
-
-
 def test_four_thousand_tokens_take_less_than_five_megabytes():
     """With the heads, blocks and layers of train_enwik8.py's CUDA preset."""
     torch.manual_seed(0)
@@ -141,6 +125,18 @@ def test_four_thousand_tokens_take_less_than_five_megabytes():
 def test_bad_arguments(args, kwargs, message):
     with pytest.raises(ValueError, match=message):
         page(model(), *args, **kwargs)
+
+
+def test_some_tokens_of_some_layers():
+    """The same of ids and of names; modes of the model and gradients stay."""
+    module, texts = model().train(), byte_texts(DATA)
+    module.layers[0].eval()
+    modes = [part.training for part in module.modules()]
+    data = content_of(page(module, TOKENS, texts, queries=5, layers=["layers.1.0"], seed=3))
+    again = content_of(page(module, torch.tensor(TOKENS), texts, queries=5, layers=[1], seed=3))
+    assert data == again and len(data["positions"]) == 5 and len(data["layers"]) == 1
+    assert modes == [part.training for part in module.modules()]
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 # in a browser
@@ -244,24 +240,6 @@ def test_browser_marks_what_a_token_reads(name, tmp_path):
         told = re.search(r"(\d+) % of full", steps[4]["live"])[1]
         assert float(told) == pytest.approx(100 * mass, abs=1)
     assert ("Gates" in steps[0]["details"]) == (name != "one softmax")
-
-
-@needs_browser
-def test_browser_compares_rankings_where_there_are_two(tmp_path):
-    """The first query that ranks a block has no predecessor that does."""
-    module = model("own rankings")
-    reading = recorded(module).forward()[0]
-    ranked = torch.tensor([kind == "ranked" for kind in reading.kinds])
-    ranks = (reading.blocks[0, :, 0][:, ranked] >= 0).any(dim=-1)
-    first = ranks.int().argmax().item()
-    assert first > 0 and ranks[first + 1]
-    steps = in_browser(
-        page(module, TOKENS, byte_texts(DATA)),
-        [("point", first - 1), ("point", first), ("point", first + 1)],
-        tmp_path,
-    )
-    told = ["of the ranked blocks are those of the token before" in s["details"] for s in steps]
-    assert told == [False, False, True]
 
 
 @needs_browser

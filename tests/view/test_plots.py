@@ -18,13 +18,6 @@ def read(name, **settings):
     return seen
 
 
-def two_layers():
-    model = small_model()
-    with collect(model, 16) as seen:
-        model(IDS)
-    return seen
-
-
 def test_selection_draws_each_chosen_block(tmp_path):
     seen = read("paper", query_heads_share_selected_kv=False)
     (reading,) = seen.forward()
@@ -48,31 +41,29 @@ def test_selection_of_dense_queries():
     assert all(first == 0 and last == t + 1 for (first, t), (last, _) in lines)
 
 
-def test_gates_by_layer(tmp_path):
-    seen = two_layers()
-    figure = plot_gates(seen)
-    (axes,) = figure.axes
-    assert axes.get_ylim() == (0, 1)
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
-        "compressed", "selected", "window",
-    ]  # fmt: skip
+@pytest.fixture(scope="module")
+def two_layers():
+    model = small_model()
+    with collect(model, 16) as seen:
+        model(IDS)
+    return seen
+
+
+def test_gates_and_mass_by_layer(two_layers):
+    readings = two_layers.forward()
+    (axes,) = plot_gates(two_layers).axes
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert axes.get_ylim() == (0, 1) and names == ["compressed", "selected", "window"]
     for branch, line in enumerate(axes.lines):
-        means = [reading.gates[..., branch].mean().item() for reading in seen.forward()]
+        means = [reading.gates[..., branch].mean().item() for reading in readings]
         assert line.get_ydata() == pytest.approx(means, abs=1e-6)
-    figure.savefig(tmp_path / "gates.png")
+    axes, colors = plot_mass(two_layers, 0).axes
+    table = torch.tensor(axes.images[0].get_array().data)
+    torch.testing.assert_close(table, torch.stack([100 * r.mass.mean((0, 1)) for r in readings]))
+    assert colors.get_ylabel() == "% of full attention"
 
 
-def test_mass_by_layer_and_head(tmp_path):
-    seen = two_layers()
-    figure = plot_mass(seen, 0)
-    table = torch.tensor(figure.axes[0].images[0].get_array().data)
-    expected = [100 * reading.mass.mean(dim=(0, 1)) for reading in seen.forward()]
-    torch.testing.assert_close(table, torch.stack(expected))
-    assert figure.axes[1].get_ylabel() == "% of full attention"
-    figure.savefig(tmp_path / "mass.png")
-
-
-def test_what_cannot_be_drawn():
+def test_what_cannot_be_drawn(two_layers):
     window, (reading,) = read("window alone"), read("paper").forward()
     for draw, message in (
         (lambda: plot_selection(window.forward()[0]), "reading must be of a selected branch"),
@@ -82,15 +73,14 @@ def test_what_cannot_be_drawn():
         (lambda: plot_selection(reading, sequence=2), "sequence must be an integer .* below 2"),
         (lambda: plot_selection(3), "reading must be a Reading of collect, got 3"),
         (lambda: plot_mass(3), "collection must be what collect gives, got 3"),
-        (lambda: plot_gates(two_layers(), 1), "index must be a call that every layer has had"),
+        (lambda: plot_gates(two_layers, 1), "index must be a call that every layer has had"),
     ):
         with pytest.raises(ValueError, match=message):
             draw()
 
 
-def test_without_matplotlib(monkeypatch):
-    seen = two_layers()
+def test_without_matplotlib(two_layers, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for draw in (plot_gates, plot_mass, lambda seen: plot_selection(seen.forward()[0])):
         with pytest.raises(ImportError, match=r"pip install 'native-sparse-attention\[plot\]'"):
-            draw(seen)
+            draw(two_layers)

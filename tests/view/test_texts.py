@@ -40,9 +40,6 @@ def test_visible_characters():
 )
 def test_texts_of_bytes(data, texts):
     assert byte_texts(data) == texts
-
-
-def test_every_byte_has_a_text():
     assert len(byte_texts(bytes(range(256)))) == 256
 
 
