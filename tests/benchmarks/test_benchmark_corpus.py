@@ -74,6 +74,9 @@ def test_an_archive_has_the_text_of_its_directory(tree, tmp_path, kind):
 
 
 def test_what_cannot_be_read(tree, tmp_path):
+    whole = tmp_path / "bytes"  # any file has held-out text
+    whole.write_bytes(bytes(range(1, 101)))
+    assert [len(part) for part in corpus.mapped(whole)] == [95, 5]
     out = tmp_path / "text"
     with pytest.raises(ValueError, match=r"source must be a directory or a tar.*linux-source-6.12"):
         corpus.build(tmp_path / "nothing", out, SIZES)
@@ -88,13 +91,6 @@ def test_what_cannot_be_read(tree, tmp_path):
     with pytest.raises(SystemExit, match="No such file"):
         corpus.main([str(tmp_path / "nothing"), "--text", str(out)])
     assert not out.exists()
-
-
-def test_any_file_has_held_out_text(tmp_path):
-    path = tmp_path / "bytes"
-    path.write_bytes(bytes(range(1, 101)))
-    train, held_out = corpus.mapped(path)
-    assert len(train) == 95 and held_out.tobytes() == bytes(range(96, 101))
 
 
 def test_command(tree, tmp_path, capsys):

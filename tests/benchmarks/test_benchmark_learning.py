@@ -23,9 +23,6 @@ def without_times(row):
     return {name: value for name, value in row.items() if name not in NOT_MEASURED} | {"c": curve}
 
 
-# variants
-
-
 def test_variants_share_initial_values():
     """Weights of equal name and shape, and the projections of branches with their own."""
     models = {name: variants.build(s, SHAPE, seed=1) for name, s in SMALL.items()}
@@ -82,9 +79,6 @@ def test_keys_of_a_query():
     assert keys("paper") == {"compressed": 512, "selected": 576, "window": 256}
     ones = [name for name in variants.VARIANTS if name.startswith("one softmax")]
     assert all(keys(name) == {"selected": 768} for name in ones)
-
-
-# runs
 
 
 def test_a_stopped_run_continues_exactly(tmp_path, monkeypatch):
@@ -179,9 +173,6 @@ def test_order_of_the_jobs():
     assert ("dense", 8192, 1, 3.0) in told(plan.jobs(rows))
     with pytest.raises(ValueError, match="lengths must divide 32768 tokens, got 1000"):
         learning.Plan(chosen, {}, lengths=(1000,))
-
-
-# the page
 
 
 def made_up(variant, seed, lr, bits, **others):

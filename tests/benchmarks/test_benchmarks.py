@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import attention, oracle, problem
-from benchmarks.providers import SHORT_WINDOWS, Dense, Ours, OursSelect, OursSelected, OursWindow
+from benchmarks.providers import Dense, Ours, OursSelect, OursSelected, OursWindow
 from benchmarks.providers import providers as known_providers
 
 pytestmark = pytest.mark.usefixtures("nothing_to_release")
@@ -127,9 +127,6 @@ def test_laws_notice_a_key_that_gets_no_gradient(broken):
         oracle.check_laws(provider.branches(setting), inputs, named)
 
 
-# the problem
-
-
 def test_branches_count_the_keys_that_they_show():
     c = attention.tiny(333, 4, 2)
     i = torch.arange(c.T)
@@ -168,43 +165,6 @@ def test_random_selections(alike):
     assert (groups == groups[:, :1]).all().item() == (alike == 4)
     with pytest.raises(ValueError, match="alike must divide"):
         problem.random_indices(c, 3, CPU)
-
-
-def test_short_windows_have_the_sizes_of_their_preset():
-    (provider,) = known_providers()[SHORT_WINDOWS]
-    c = provider.sized(problem.Setting(8192))
-    assert (c.l, c.d, c.s, c.n, c.initial, c.local, c.w) == (8, 4, 64, 6, 1, 2, 255)
-    assert provider.sized(SMALL) == SMALL
-
-
-# tiles
-
-
-def test_tiles_stand_in_and_go_again():
-    launch = pytest.importorskip("native_sparse_attention.kernels.common.launch")
-
-    def tiles():
-        return [
-            launch.flash_tile("dq", True, 64, 2, torch.bfloat16),
-            launch.key_major_tile("backward", 64, 2, torch.float32),
-            launch.query_major_tile("dq", 64, 2, torch.bfloat16),
-            launch.topk_tile("probs", 64, 2, 16, torch.bfloat16),
-        ]
-
-    before, others = tiles(), [launch.TileConfig(256, 16, 1, 1)] * 4
-    # rows of a gather are what they are
-    gathered = launch.TileConfig(16, 16, 1, 1)
-    others[3] = launch.TopkTileConfig(256, 16, 1, 1, 1, 1)
-    for index, kernel in enumerate(("dq", "key_major.backward", "query_major.dq", "ranking.probs")):
-        other = others[index]
-        with launch.using({kernel: other}):
-            after = tiles()
-        changed = [now != then for now, then in zip(after, before)]
-        assert changed == [n == index for n in range(4)]
-        assert after[index] == (gathered if index == 2 else other)
-        with pytest.raises(KeyError), launch.using({kernel: other}):
-            raise KeyError
-        assert tiles() == before
 
 
 @pytest.mark.slow

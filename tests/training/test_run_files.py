@@ -36,9 +36,6 @@ def run(folder, tmp_path):
     return shutil.copytree(folder / "runs/whole", tmp_path / "run")
 
 
-# damage
-
-
 @pytest.mark.parametrize("name", [*(NEWEST + kind for kind in KINDS), "best.safetensors"])
 def test_one_flipped_bit_is_refused(run, name):
     """Anywhere: in the length of a header, in the header, in a tensor, at the end."""
@@ -70,9 +67,6 @@ def test_a_file_of_another_checkpoint_is_refused(folder, run, kind, other):
     before = contents(run)
     assert f"{path} is {of if kind == '.json' else 'damaged'}" in refused(resume(run))
     assert contents(run) == before
-
-
-# missing files
 
 
 def test_a_checkpoint_without_its_index_gives_way_to_the_one_before(folder, run):
@@ -113,9 +107,6 @@ def test_a_best_that_is_missing(run):
     assert done.returncode == 0, done.stderr
     assert resume(run).returncode == 0
     assert load_equal(path, run / "step-00000012.safetensors")
-
-
-# configuration
 
 
 @pytest.mark.parametrize(
@@ -170,9 +161,6 @@ def test_what_is_no_run(folder, run):
     assert "is not a run directory" in refused(in_process(run, "--resume", "none"))
     with pytest.raises(FileNotFoundError, match="is not a run directory"):
         load_model(run / "none")
-
-
-# loading in Python
 
 
 @pytest.mark.parametrize("which, name", [("best", "best"), ("last", NEWEST)])

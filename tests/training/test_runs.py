@@ -33,9 +33,6 @@ def run(folder, tmp_path):
     return shutil.copytree(folder / "runs/whole", tmp_path / "run")
 
 
-# killed
-
-
 def test_killed_before_its_first_checkpoint(folder, run):
     """What was written by then: the configuration, and perhaps all of step 0 but its index."""
     expected = metrics(run)
@@ -112,23 +109,22 @@ def test_metrics_that_are_none(run, line):
     assert contents(run) == before
 
 
-# a full disk
-
-
 @pytest.mark.slow(one_of=5)
 @pytest.mark.parametrize("call", range(1, 12))
 def test_a_full_disk_names_the_file(folder, run, monkeypatch, call):
     """Whichever write it is: no half of a file is left, and what was whole stays so."""
-    done, sync = [], os.fsync
+    synced, sync = [], os.fsync
 
     def full(file):
-        done.append(file)
-        if len(done) == call:
+        synced.append(file)
+        if len(synced) == call:
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(file)
 
     monkeypatch.setattr(os, "fsync", full)
-    said = refused_at_the_end(resume(run, "--save-every", 2))
+    done = resume(run, "--save-every", 2)
+    said = done.stderr.splitlines()[-1]  # below a progress bar
+    assert done.returncode == 2, done.stderr
     assert said.startswith(f"train_enwik8.py: {run}/") and said.endswith(
         ": No space left on device"
     )
@@ -138,15 +134,6 @@ def test_a_full_disk_names_the_file(folder, run, monkeypatch, call):
     runs.verify_config(run, config)
     assert runs.newest_checkpoint(run, config).step >= 8
     assert resume(run).returncode == 0
-
-
-def refused_at_the_end(done):
-    """The last line of an exit with status 2, after a progress bar."""
-    assert done.returncode == 2, done.stderr
-    return done.stderr.splitlines()[-1]
-
-
-# the script
 
 
 def test_several_processes_are_refused(folder, tmp_path, monkeypatch):

@@ -67,9 +67,6 @@ def trained(tmp_path_factory, text):
     return cwd, plan, done
 
 
-# training
-
-
 def test_run_leaves_what_it_promises(trained):
     cwd, _, done = trained
     run = cwd / "runs/whole"
@@ -85,6 +82,8 @@ def test_run_leaves_what_it_promises(trained):
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert done.stdout.count("--- step") == 2
     assert "bits/byte" in done.stderr and "tokens/s" in done.stderr
+    again = in_process(cwd, "--resume", "runs/whole")
+    assert again.returncode == 0 and "finished at step 20" in again.stdout
 
 
 def test_commands_to_copy_quote_the_name_of_a_run(tmp_path, text):
@@ -139,16 +138,12 @@ def test_one_softmax(tmp_path, text):
     [
         (dict(seq_len=2047), "sparse", "none"),
         (dict(seq_len=2048), "one-softmax", "none"),
-        (dict(seq_len=8191), "one-softmax", "none"),
         (dict(seq_len=8192), "sparse", "none"),
-        (dict(seq_len=16384), "sparse", "none"),
         (dict(seq_len=16385), "one-softmax", "1,3"),
-        (dict(seq_len=16385, depth=12), "one-softmax", "1,3,5,7"),
         (dict(seq_len=16385, depth=2), "one-softmax", "none"),
         (dict(seq_len=16384, attention="one-softmax"), "one-softmax", "1,3"),
         (dict(seq_len=16383, attention="one-softmax"), "one-softmax", "none"),
         (dict(seq_len=16385, attention="dense"), "dense", "none"),
-        (dict(seq_len=16385, attention="sparse"), "sparse", "none"),
         (dict(seq_len=16385, local_layers="none"), "one-softmax", "none"),
         (dict(seq_len=512, local_layers="0,5"), "sparse", "0,5"),
     ],
@@ -163,11 +158,6 @@ def test_attention_and_layers_that_rank_nothing(given, attention, local):
     assert all(vars(cfg)[name] == sizes[name] for name in vars(cfg).keys() & sizes.keys())
 
 
-def test_finished_run_says_so(trained):
-    done = in_process(trained[0], "--resume", "runs/whole")
-    assert done.returncode == 0 and "finished at step 20" in done.stdout
-
-
 def test_sample_streams_text_that_repeats(trained):
     args = ["--sample", "runs/whole", "--prompt", "12", "--length", 20, "--device", "cpu"]
     done = in_process(trained[0], *args)
@@ -176,9 +166,6 @@ def test_sample_streams_text_that_repeats(trained):
     again, other = (in_process(trained[0], *args, "--seed", seed) for seed in (0, 1))
     assert other.returncode == 0, other.stderr
     assert again.stdout == done.stdout != other.stdout
-
-
-# bad input
 
 
 def test_text_is_decoded_across_bytes_and_kept_from_the_terminal():
@@ -196,47 +183,31 @@ def test_text_is_decoded_across_bytes_and_kept_from_the_terminal():
     [
         (["--data", "none.txt"], "none.txt: No such file"),
         (["--data", "short.txt"], "the data has 100 bytes; --seq-len 32 needs 660"),
-        (["--data", "bad.zip"], "bad.zip is broken"),
         (["--seq-len", "3"], "--seq-len 3 is shorter than --compress-block-size 4"),
         (["--kv-heads", "3"], "kv_heads"),
         (["--name", "whole"], "runs/whole is there already"),
         (["--name", "a/b"], "not a plain directory name"),
         (["--name", ".."], "not a plain directory name"),
-        (["--name", "a\nb"], "not a plain directory name"),
         (["--out-dir", "short.txt"], "short.txt: File exists"),
         (["--data", "."], ": Is a directory"),
         (["--data", "/dev/zero"], "/dev/zero is a device"),
-        (["--data", "empty.txt"], "the data has 0 bytes"),
         (["--seq-len", str(2**30)], f"--seq-len: {2**30} is out of range"),
         (["--threads", "0"], "--threads: 0 is out of range, expected 1 to 1024"),
-        (["--threads", "1000000"], "--threads: 1000000 is out of range"),
-        (["--dim", str(2**40)], f"--dim: {2**40} is out of range"),
         (["--seed", "-1"], "--seed: -1 is out of range"),
-        (["--seed", str(2**63)], f"--seed: {2**63} is out of range"),
         (["--lr", "nan"], "--lr: nan is out of range"),
-        (["--lr", "inf"], "--lr: inf is out of range"),
         (["--pack", "\udcff"], "begins no document"),
         (["--device", "meta"], "device 'meta' is not usable"),
         (["--steps", "0"], "--steps: 0 is out of range"),
         (["--attention", "other"], "--attention: invalid choice"),
-        (
-            ["--local-layers", "1;3"],
-            "--local-layers: '1;3' is not auto, none or indices such as 1,3",
-        ),
-        (
-            ["--local-layers", "9"],
-            "local_layers must be an integer of at least -1 and below 1, got 9",
-        ),
+        (["--local-layers", "1;3"], "'1;3' is not auto, none or indices such as 1,3"),
+        (["--local-layers", "9"], "local_layers must be an integer of at least -1 and below 1"),
         (["--prompt", "text"], "--prompt does not go with training"),
-        (["--device", "cuda:99"], "device 'cuda:99' is not usable"),
         (["--unknown"], "unrecognized arguments: --unknown"),
     ],
 )
 def test_bad_input_of_a_new_run(trained, text, args, said):
     cwd = trained[0]
     (cwd / "short.txt").write_bytes(b"x" * 100)
-    (cwd / "bad.zip").write_bytes(b"PK no archive")
-    (cwd / "empty.txt").touch()
     before = sorted(cwd.rglob("*"))
     data = [] if "--data" in args else ["--data", str(text)]
     assert said in refused(in_process(cwd, *TINY, *data, *args))
@@ -313,11 +284,3 @@ def test_the_extra_is_named(name, monkeypatch, capsys):
         runpy.run_path(str(ROOT / "train_enwik8.py"))
     told = f"needs {name.partition('.')[0]}: pip install 'native-sparse-attention[train]'"
     assert left.value.code == 2 and told in capsys.readouterr().err
-
-
-def test_no_docstrings(monkeypatch, capsys):
-    """As under python -OO."""
-    monkeypatch.setattr(script, "__doc__", None)
-    with pytest.raises(SystemExit) as left:
-        script.main(["--help"])
-    assert left.value.code == 0 and "--seq-len" in capsys.readouterr().out
