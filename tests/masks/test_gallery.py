@@ -143,13 +143,6 @@ def test_drawn(name):
     assert torch.equal(dense(mod, *expected.shape), expected)
 
 
-def test_documents_by_row():
-    ids = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
-    both = flex.create_mask(masks.document(ids), 2, 1, 4, 4, device="cpu")[:, 0]
-    for row, of_row in zip(both, ids):
-        assert torch.equal(row, dense(masks.document(of_row), 4))
-
-
 @pytest.mark.parametrize(
     ("height", "width", "rows", "columns"),
     [(5, 7, 3, 5), (7, 5, 7, 1), (1, 9, 1, 3), (4, 4, 3, 3), (3, 5, 3, 5), (3, 4, 9, 9)],
@@ -173,12 +166,14 @@ def test_canvases(height, width, rows, columns):
         assert (natten.sum(1) == rows * columns).all()
 
 
-def test_windows_are_those_of_native_sparse_attention():
-    for window in (0, 1, 5, 40):
-        for causal in (True, False):
-            ours = dense(masks.sliding_window(window, causal), 33)
-            assert torch.equal(ours, dense(masks.sliding_mask_mod(window, causal), 33))
-            assert torch.equal(ours, dense(masks.dilated_window(window, 1, causal), 33))
+def test_documents_by_row_and_windows():
+    ids = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
+    both = flex.create_mask(masks.document(ids), 2, 1, 4, 4, device="cpu")[:, 0]
+    assert torch.equal(both, torch.stack([dense(masks.document(row), 4) for row in ids]))
+    for window, causal in ((0, True), (5, True), (5, False), (40, False)):
+        ours = dense(masks.sliding_window(window, causal), 33)
+        assert torch.equal(ours, dense(masks.sliding_mask_mod(window, causal), 33))
+        assert torch.equal(ours, dense(masks.dilated_window(window, 1, causal), 33))
 
 
 @pytest.mark.parametrize("name", catalog.CATALOG)

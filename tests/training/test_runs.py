@@ -1,16 +1,34 @@
-"""Who may write a run, what a kill or a full disk leaves of it, and options of the script."""
+"""The files of a run: damaged, missing, of another run or version; loading them in Python; who may
+write them, and what a kill or a full disk leaves of them."""
 
 import errno
+import json
 import os
 import shutil
 import signal
 import subprocess
 import time
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.helpers.tiny_runs import KINDS, NEWEST, PLAN, contents, make_runs, resume
+from native_sparse_attention import Transformer
+from tests.helpers.tiny_runs import (
+    KINDS,
+    NEWEST,
+    OLDER,
+    OPTIONS,
+    PLAN,
+    config_of,
+    contents,
+    load_equal,
+    make_runs,
+    resume,
+)
 from tests.training.test_train_enwik8 import (
+    TINY,
     command,
     in_process,
     metrics,
@@ -21,16 +39,168 @@ from tests.training.test_train_enwik8 import (
 )
 from training import runs
 from training.runs import load_model
+from training.sample import printable
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_runs(tmp_path_factory.mktemp("runs"), "whole")
+    return make_runs(tmp_path_factory.mktemp("runs"), *OPTIONS)
 
 
 @pytest.fixture
 def run(folder, tmp_path):
     return shutil.copytree(folder / "runs/whole", tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", [*(NEWEST + kind for kind in KINDS), "best.safetensors"])
+def test_one_flipped_bit_is_refused(run, name):
+    """Anywhere: in the length of a header, in the header, in a tensor, at the end."""
+    path, config = run / name, config_of(run)
+    whole, draw = path.read_bytes(), np.random.default_rng(0)
+    model = Transformer(**runs.model_arguments(config["settings"]))
+    places = [*range(12), -1, -2, *draw.integers(len(whole), size=10).tolist()]
+    for place in places:
+        content = bytearray(whole)
+        content[place] ^= 1 << draw.integers(8).item()
+        path.write_bytes(content)
+        with pytest.raises(runs.RunError, match=f"{path} is "):
+            runs.newest_checkpoint(run, config)
+            runs.load_best(run, config, model)
+    before = contents(run)
+    assert f"{path} is damaged" in refused(resume(run))
+    assert contents(run) == before
+    with pytest.raises(ValueError, match=f"{path} is damaged"):
+        load_model(run, which="best" if name.startswith("best") else "last")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("other", ["older", "seed", "wide"])
+def test_a_file_of_another_checkpoint_is_refused(folder, run, kind, other):
+    stem, name = (OLDER, "whole") if other == "older" else (NEWEST, other)
+    path = run / (NEWEST + kind)
+    shutil.copy(folder / "runs" / name / (stem + kind), path)
+    of = "of step 4, not of step 8" if other == "older" else "of another run"
+    before = contents(run)
+    assert f"{path} is {of if kind == '.json' else 'damaged'}" in refused(resume(run))
+    assert contents(run) == before
+
+
+def test_a_checkpoint_without_its_index_gives_way_to_the_one_before(folder, run):
+    """As a kill leaves it. Nothing of it is left, and all is as if it had never been."""
+    (run / f"{NEWEST}.json").unlink()
+    whole = shutil.copytree(run, run.parent / "again")
+    for path in whole.glob(f"{NEWEST}*"):
+        path.unlink()
+    for each in (run, whole):
+        done = resume(each, "--save-every", 6)
+        assert done.returncode == 0, done.stderr
+        assert "step 4 of 12" in done.stdout
+    assert runs.checkpoint_steps(run) == [6, 12] and not list(run.glob(f"{NEWEST}*"))
+    assert metrics(run) == metrics(whole)
+    assert load_equal(run / "step-00000012.safetensors", whole / "step-00000012.safetensors")
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_a_missing_file_is_named(run, kind):
+    path = run / (NEWEST + kind)
+    path.unlink()
+    before = contents(run)
+    assert f"{path} is missing" in refused(resume(run))
+    assert contents(run) == before
+
+
+def test_all_checkpoints_gone(run):
+    for path in run.glob("step-*"):
+        path.unlink()
+    assert f"{run} has no checkpoint to go on from" in refused(resume(run))
+
+
+def test_a_best_that_is_missing(run):
+    """The newest checkpoint stands in for it, and the next validation writes it anew."""
+    path = run / "best.safetensors"
+    path.unlink()
+    done = in_process(run, "--sample", run, "--device", "cpu", "--max-new-tokens", 3)
+    assert done.returncode == 0, done.stderr
+    assert resume(run).returncode == 0
+    assert load_equal(path, run / "step-00000012.safetensors")
+
+
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("dim", 32, "is not what was written: its checksum is wrong"),
+        ("foo", 1, "has an unknown setting 'foo'"),
+        ("lr", None, "has no setting 'lr'"),
+    ],
+)
+def test_wrong_settings(run, name, value, said):
+    path, config = run / "config.json", config_of(run)
+    config["settings"][name] = value
+    if value is None:
+        del config["settings"][name]
+    if name != "dim":
+        del config["sha256"]
+        config["sha256"] = runs.checksum(config)
+    path.write_text(json.dumps(config, indent=2))
+    for args in (["--resume", run], ["--sample", run, "--device", "cpu"]):
+        found = refused(in_process(run, *args))
+        assert str(path) in found and said in found
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"settings": 1}', "\xff"])
+def test_no_configuration_at_all(run, text):
+    (run / "config.json").write_text(text, encoding="latin-1")
+    assert "config.json is broken" in refused(resume(run))
+    with pytest.raises(ValueError, match=r"config\.json is broken"):
+        load_model(run)
+
+
+def test_a_run_of_an_older_version(run):
+    config = config_of(run)
+    del config["format"], config["sha256"]
+    (run / "config.json").write_text(json.dumps(config))
+    said = refused(resume(run))
+    assert "written by an older version" in said and "train anew under another name" in said
+
+
+def test_a_run_may_move_and_so_may_its_data(folder, run):
+    data = shutil.copy(folder / "data", run.parent / "moved")
+    done = resume(run, "--data", data)
+    assert done.returncode == 0, done.stderr
+    assert config_of(run)["settings"]["data"] == str(data)
+    data.write_text("".join(map(str, range(1000))))
+    assert "is not what it was" in refused(in_process(run, "--resume", run, "--steps", 16))
+
+
+def test_what_is_no_run(folder, run):
+    assert f"; {run} is one" in refused(resume(run / f"{NEWEST}.json"))
+    assert "is not a run directory" in refused(in_process(run, "--resume", "none"))
+    with pytest.raises(FileNotFoundError, match="is not a run directory"):
+        load_model(run / "none")
+
+
+@pytest.mark.parametrize("which, name", [("best", "best"), ("last", NEWEST)])
+def test_from_run(run, which, name):
+    model = load_model(str(run), which=which)
+    assert type(model) is Transformer and not model.training
+    weights, saved = model.state_dict(), load_file(run / f"{name}.safetensors")
+    assert weights.keys() == saved.keys()
+    assert all(torch.equal(weights[key], saved[key]) for key in saved)
+    tokens = model.sample(torch.tensor([list(b"12")]), 10, temperature=0.0)
+    args = ["--sample", run, "--prompt", "12", "--temperature", 0, "--length", 8]
+    text = in_process(run, *args, "--device", "cpu").stdout
+    if which == "best":
+        said = bytes(tokens[0].tolist()).decode(errors="replace")
+        assert text == f"12{printable(said)}\n"
+
+
+def test_from_run_of_a_dense_model_and_bad_arguments(folder, tmp_path):
+    plan = ["--attention", "dense", "--steps", 1, "--name", "dense", "--sample-every", 0]
+    plan += ["--seed", 2**63 - 1]
+    assert in_process(tmp_path, "--data", folder / "data", *TINY, *plan).returncode == 0
+    assert not hasattr(load_model(tmp_path / "runs/dense").layers[0][0], "backend")
+    with pytest.raises(ValueError, match="which must be 'best' or 'last', got 'first'"):
+        load_model(tmp_path / "runs/dense", which="first")
 
 
 def test_killed_before_its_first_checkpoint(folder, run):

@@ -243,19 +243,11 @@ def in_process(cwd, *args):
         (["--name", "other"], "--name does not go with --resume"),
     ],
 )
-def test_bad_input_of_a_resume(short_run, args, said):
-    before = {path: path.read_bytes() for path in short_run.iterdir()}
-    assert said in refused(in_process(short_run, "--resume", short_run, "--steps", 8, *args))
-    assert {path: path.read_bytes() for path in short_run.iterdir()} == before
-
-
-@pytest.fixture(scope="module")
-def short_run(tmp_path_factory, text):
-    cwd = tmp_path_factory.mktemp("short")
-    plan = ["--steps", 5, "--save-every", 5, "--sample-every", 0]
-    done = in_process(cwd, "--data", text, "--name", "short", *plan, *TINY)
-    assert done.returncode == 0, done.stderr
-    return cwd / "runs/short"
+def test_bad_input_of_a_resume(trained, args, said):
+    run = trained[0] / "runs/whole"
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    assert said in refused(in_process(run, "--resume", run, "--steps", 28, *args))
+    assert {path: path.read_bytes() for path in run.iterdir()} == before
 
 
 @pytest.mark.parametrize(
@@ -267,9 +259,9 @@ def short_run(tmp_path_factory, text):
         *(["--out-dir", "there"], ["--name", "new"], ["--prompt", "\ud800"]),
     ],
 )
-def test_bad_sampling_options(short_run, args):
+def test_bad_sampling_options(trained, args):
     name = "ud800" if "\ud800" in args else args[0].strip("-").replace("-", "_")
-    done = in_process(short_run, "--sample", short_run, "--device", "cpu", *args)
+    done = in_process(trained[0], "--sample", "runs/whole", "--device", "cpu", *args)
     assert name in refused(done).replace("-", "_") and not done.stdout
 
 
