@@ -17,7 +17,6 @@ from native_sparse_attention import KVCache, SparseAttention, sliding_window_att
 from native_sparse_attention.masks import create_fine_mask, create_sliding_mask
 from tests.helpers.budget import DEVICE
 from tests.helpers.layers import DIM, PARTS, SETTINGS, SIZES, close, layer, normal
-from tests.helpers.memory import poisoned
 
 every = pytest.mark.parametrize("setting", SETTINGS)
 both = pytest.mark.parametrize("causal", [True, False])
@@ -62,25 +61,6 @@ def test_any_length(setting, causal):
     assert_gradients(module, module(normal(0, 9, DIM)))
 
 
-@every
-def test_causality(setting):
-    module, x = layer(**SETTINGS[setting]), normal(2, 41, DIM)
-    out = module(x)
-    for end in (1, 8, 16, 23, 40):
-        other = torch.cat((x[:, :end], normal(2, 41 - end, DIM)), dim=1)
-        close(module(other)[:, :end], out[:, :end])
-        close(module(x[:, :end]), out[:, :end])
-
-
-def test_two_sided_sees_everything():
-    """Not causal, every token moves every output: through the window, a block or a summary."""
-    module = layer(causal=False)
-    x = normal(1, 27, DIM).requires_grad_()
-    for i in (0, 13, 26):
-        (grad,) = torch.autograd.grad(module(x)[0, i].sum(), x)
-        assert (grad[0].abs().sum(-1) > 0).all()
-
-
 @pytest.mark.slow(one_of=3)
 @both
 @every
@@ -92,8 +72,12 @@ def test_rows_padding_and_documents(setting, causal):
     x = normal(4, 29, DIM)
     mask = torch.ones(4, 29, dtype=torch.bool)
     mask[0, :9] = mask[1, 17:] = mask[2, :3] = mask[2, 20:] = mask[3] = False
-    out, padded = module(x), module(torch.where(mask[..., None], x, torch.nan), mask=mask)
+    out, leaf = module(x), torch.where(mask[..., None], x, torch.nan).requires_grad_()
+    padded = module(leaf, mask=mask)
     assert (padded[~mask] == 0).all()
+    padded.sum().backward()
+    assert leaf.grad.isfinite().all() and (leaf.grad[~mask] == 0).all()
+    assert all(p.grad.isfinite().all() for p in trained(module).values())
     for row in range(3):
         close(module(x[row : row + 1]), out[row : row + 1])
         close(padded[row, mask[row]], module(x[row : row + 1, mask[row]])[0])
@@ -139,30 +123,6 @@ def test_documents_that_do_not_go_together():
     call = dict(sliding_window_size=2, cu_seqlens=torch.zeros(3, dtype=torch.int32))
     for backend in ("eager", "flex"):
         assert sliding_window_attention(q, q, q, backend=backend, **call).shape == q.shape
-
-
-def test_diff_topk_reaches_the_scores():
-    """The gates change gradients, never values."""
-    torch.manual_seed(1)
-    gated, plain = layer(use_diff_topk=True), layer(use_diff_topk=False)
-    plain.load_state_dict(gated.state_dict())
-    x, grads = normal(2, 40, DIM), []
-    for module in (gated, plain):
-        out = module(x)
-        grads.append(torch.autograd.grad(out.square().sum(), module.k_intrablock_positions)[0])
-    close(gated(x), plain(x))
-    assert (grads[0] - grads[1]).abs().max() > 1e-6
-
-
-def test_deterministic():
-    module = layer(**SETTINGS["paper"], dtype=torch.float32)
-    x, grads = normal(2, 50, DIM, dtype=torch.float32), []
-    with poisoned():
-        for _ in range(2):
-            module.zero_grad()
-            module(x).square().sum().backward()
-            grads.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
-    assert torch.equal(*grads) and grads[0].isfinite().all()
 
 
 def test_seed_example():

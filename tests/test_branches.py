@@ -69,15 +69,6 @@ def test_one_softmax_has_the_parameters_of_dense_attention():
     assert isinstance(module.k_compress, MeanPool) and module.to_strategy_combine is None
 
 
-@pytest.mark.parametrize("branches", SUBSETS, ids=" ".join)
-def test_every_parameter_has_a_gradient(branches):
-    module = layer(branches=branches, attention_sinks=True)
-    for n in (0, 1, 8, 33):
-        module.zero_grad()
-        module(normal(1, n, DIM)).square().sum().backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
-
-
 def test_networks_that_only_rank():
     """A network learns only through gates of differentiable top-k; then it has positions too."""
     for given in (AttentionPool(8, 8), None):
@@ -317,15 +308,3 @@ def test_config_keeps_the_order_of_branches():
     assert config.branches == ("selected", "window")
     module = SparseAttention.from_config(config)
     assert module.config == config and module.branches == config.branches
-
-
-@pytest.mark.parametrize("length", [6, 200])
-def test_a_backend_that_cannot_run_is_refused_where_all_is_dense(length):
-    q = torch.randn(1, length, 2, 16, requires_grad=length == 6)
-    sizes = dict(selection_block_size=4, num_selected_blocks=4, num_initial_blocks=1)
-    sizes |= dict(compress_block_size=1, compress_block_sliding_stride=1, sliding_window_size=0)
-    for backend in ("bogus", (), 3):
-        with pytest.raises(ValueError, match="backend must be"):
-            nsa.native_sparse_attention(
-                q, q, q, q, importance="max", backend=backend, **sizes, **ONE
-            )

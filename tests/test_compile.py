@@ -12,7 +12,6 @@ from native_sparse_attention import (
     PagedKVCache,
     SparseAttention,
     Transformer,
-    compressed_attention,
 )
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.transformer import Attention
@@ -78,35 +77,6 @@ def test_one_graph_for_any_length(settings, call, compiled):
         expected = results(module, module, x, given)
         torch.testing.assert_close(results(run, module, x, given), expected, atol=1e-4, rtol=1e-4)
     assert counter.frame_count == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("branches", [("window",), ("compressed", "selected", "window")])
-def test_a_second_length_is_compiled_for_all(branches, compiled):
-    module, counts = layer(torch.float32, branches=branches), []
-    run, counter = compiled(module)
-    for n in (40, 40, 41, 50):
-        run(torch.randn(2, n, DIM))
-        counts.append(counter.frame_count)
-    assert counts == [1, 1, 2, 2]
-
-
-@pytest.mark.parametrize("grad", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_inductor_on_the_cpu(grad):
-    """Logits, mask and softmax become one kernel, of memory slots and sinks that all see."""
-    tensors = [torch.randn(1, n, 2, 8, requires_grad=grad) for n in (37, 9, 9)]
-    tensors += [torch.randn(2, 2, 8, requires_grad=grad) for _ in range(2)]
-    tensors += [torch.randn(2, requires_grad=grad)]
-
-    def run(attend):
-        q, ck, cv, mem_k, mem_v, sinks = tensors
-        out = attend(
-            q, ck, cv, mem_k=mem_k, mem_v=mem_v, sinks=sinks, compress_block_sliding_stride=4
-        )
-        return [out, *torch.autograd.grad(out.square().sum(), tensors)] if grad else [out]
-
-    compiled = torch.compile(compressed_attention, fullgraph=True)
-    torch.testing.assert_close(run(compiled), run(compressed_attention))
 
 
 @pytest.mark.slow

@@ -129,12 +129,6 @@ def test_default_begins_as_the_sum(expand_factor):
     assert type(random[1]) is type(random[3]) is nn.Linear
 
 
-def test_published_versions_are_told_apart(published):
-    assert hasattr(published("0.2.3").compress_networks, "CompressTransformer")
-    assert not hasattr(published("0.1.12").compress_networks, "CompressTransformer")
-    assert published("0.2.3") is published("0.2.3")
-
-
 @pytest.mark.parametrize("name", OURS)
 def test_laws(name):
     """Windows are compressed one by one; none, or no rows, have gradients of zeros; copies are

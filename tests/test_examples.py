@@ -25,18 +25,6 @@ def test_every_example_has_a_test():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == names
 
 
-@pytest.mark.parametrize("name", ["gpt", "needle", "classify", "huggingface", "convert"])
-def test_no_docstrings(name, capsys):
-    """As under python -OO."""
-    if name in ("huggingface", "convert"):
-        pytest.importorskip("transformers", reason="needs the extra hf")
-    module = example(name)
-    module.__doc__ = None
-    with pytest.raises(SystemExit) as left:
-        module.main(["--help"])
-    assert left.value.code == 0 and "--quick" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["huggingface", "convert"])
 def test_the_extra_is_named(name, monkeypatch):
     def without(name):
@@ -97,18 +85,6 @@ def test_classify(capsys):
     right = example("classify").main(["--quick"])
     assert 0.3 < right <= 1  # 30 steps do not learn it
     assert f"right on new strings: {right:.2f}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("length", [64, 256])
-def test_classes_of_strings(length):
-    """Two capitals in each string, half of it apart at least; the class is the later of them."""
-    module = example("classify")
-    ids, classes = module.strings(64, length, "cpu")
-    rows, at = (ids[:, 1:] >= module.LETTERS).nonzero().T
-    at = at[ids[:, 1:][rows, at] < module.FRONT].view(64, 2)
-    assert (at[:, 1] - at[:, 0] >= length // 2).all()
-    capitals = ids[:, 1:].gather(1, at) - module.LETTERS
-    assert torch.equal(capitals.amax(dim=1), classes)
 
 
 def test_huggingface(capsys):

@@ -13,7 +13,6 @@ import torch
 
 from native_sparse_attention import NSAConfig, SparseAttention, warmup
 from native_sparse_attention.compress import MeanPool
-from native_sparse_attention.precompile import show
 
 CONFIG = NSAConfig(
     dim=64, dim_head=32, heads=4, kv_heads=2, sliding_window_size=31, compress_block_size=16,
@@ -65,12 +64,6 @@ def test_bad_arguments(call, names):
 def test_nothing_to_compile(capsys):
     assert warmup(CONFIG) == warmup(CONFIG, device="cuda:1") == warmup(CONFIG, device=1) == 0
     assert capsys.readouterr() == ("", "")
-
-
-def test_no_bar_where_stderr_is_closed(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", None)
-    show(1, 2)
-    show(2, 2)
 
 
 @pytest.mark.gpu

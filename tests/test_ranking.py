@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from native_sparse_attention import SparseAttention, Transformer, select_blocks
+from native_sparse_attention import SparseAttention, Transformer
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.rotary import rotation
 from tests.helpers.layers import DIM, layer, normal
@@ -108,41 +108,6 @@ def test_the_loss_trains_the_index_alone():
     out, loss = module(x, ranking_queries=8)
     (out.square().sum() + loss).backward()
     assert all(p.grad is not None for p in module.parameters())
-
-
-def test_it_learns_to_find_the_blocks():
-    """Blocks of an index that has learned hold more of the attention than those that it began
-    with."""
-    torch.manual_seed(0)
-    module = layer(torch.float32, **INDEX, heads=2, index_heads=2)
-    module.norm.weight.data.fill_(1.0)
-    module.to_qkv.weight.data[: 2 * 8] *= 3  # sharp attention
-    x = torch.randn(4, 96, DIM)
-    q, k = heads_of(module, x)[:2]
-    logits = (q @ k.transpose(-1, -2) * 8**-0.5).masked_fill(
-        ~torch.ones(96, 96).tril().bool(), -1e9
-    )
-    mass = logits.softmax(-1).unflatten(-1, (12, 8)).sum(-1)
-
-    @torch.no_grad()
-    def selected_mass():
-        iq, ik = (t.transpose(1, 2) for t in heads_of(module, x)[3:])
-        best = select_blocks(
-            iq, ik, seq_len=96, compress_block_size=1, compress_block_sliding_stride=1,
-            selection_block_size=8, num_selected_blocks=2, num_local_blocks=1, importance="max",
-        )  # fmt: skip
-        best = best.transpose(1, 2).long()
-        chosen = torch.zeros_like(mass).scatter_(-1, best.clamp(min=0), (best >= 0).float())
-        return (mass * chosen)[:, :, 48:].sum() / mass[:, :, 48:].sum()
-
-    before, generator = selected_mass(), torch.Generator().manual_seed(0)
-    optimizer = torch.optim.Adam(module.to_index.parameters(), lr=2e-2)
-    for _ in range(80):
-        _, loss = module(x, ranking_queries=32, generator=generator, ranking_weights="mass")
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert selected_mass() > 1.3 * before
 
 
 @pytest.mark.parametrize("T", [0, 1, 7, 8])

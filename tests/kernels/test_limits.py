@@ -16,7 +16,6 @@ pytest.importorskip("triton")
 
 from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.selected import csr
-from native_sparse_attention.ops.triton.operator import aligned
 
 pytestmark = pytest.mark.kernels
 
@@ -50,15 +49,6 @@ def test_window_in_splits(monkeypatch, causal):
     assert max(splits) > 1
 
 
-def test_offsets_that_are_strided():
-    """Kernels read them by address."""
-    for starts in (torch.tensor([30]).expand(2), torch.tensor([[30, 0], [11, 0]])[:, 0]):
-        call = draw("window", place=(7, 40), heads=(4, 2, 16, 16), starts=(0, 0))
-        call.settings["q_offset"] = starts.to(DEVICE)
-        assert not starts.is_contiguous()
-        assert_right(call.op, call.tensors, torch.float32, **call.settings)
-
-
 def test_call_that_no_tile_holds():
     q = normal(1, 4, 1, 16)
     lists = torch.zeros(1, 4, 1, 1, dtype=torch.int32, device=DEVICE)
@@ -66,15 +56,6 @@ def test_call_that_no_tile_holds():
     with pytest.raises(NotImplementedError, match="selection_block_size is 256, at most 128"):
         attend(backend="triton")
     assert attend(backend=("triton", "eager")).shape == q.shape
-
-
-def test_whole_at_any_address():
-    """Copied where it is not contiguous or begins within 16 bytes, and else as it is."""
-    t = torch.arange(33.0, dtype=torch.bfloat16, device=DEVICE)
-    for part in (t[1:], t[:32].view(4, 8).T):
-        found = aligned(part)
-        assert torch.equal(found, part) and found.is_contiguous() and found.data_ptr() % 16 == 0
-    assert aligned(t[:32]).data_ptr() == aligned(t[8:]).data_ptr() - 16 == t.data_ptr()
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from native_sparse_attention import (
 from native_sparse_attention.ops import chunked
 from tests.helpers import layers, memory
 from tests.helpers.budget import running
+from tests.helpers.calls import draw
 
 WHOLE = 2**40
 
@@ -110,20 +111,18 @@ def test_memory_of_the_layer_is_linear_on_a_gpu():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with it")
-def test_compiled_for_a_cpu():
+@pytest.mark.parametrize("branch", ["compressed", "selected"])
+def test_compiled_for_a_cpu(branch):
     """By torch's own compiler, of keys that fill no block, forward and backward."""
-    q, k, v = (torch.randn(1, 75, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    lists = torch.randint(-1, 5, (1, 75, 2, 2), dtype=torch.int32)
-    gates, weights = torch.rand(1, 75, 2, 2, dtype=torch.float64), torch.randn_like(q)
-    leaves = [t.requires_grad_() for t in (q, k, v, gates)]
+    gated = dict(gated=True) if branch == "selected" else {}
+    call = draw(branch, torch.float64, place=(75, 75), sinks=True, **gated).leaves()
+    settings = dict(call.settings, return_lse=False)
 
-    def attend(q, k, v, gates):
-        return selected_attention(
-            q, k, v, lists, gates=gates, selection_block_size=16, backend="eager"
-        )
+    def attend(*tensors):
+        return call.op(**dict(zip(call.tensors, tensors)), **settings, backend="eager")
 
-    results = []
-    for call in (attend, torch.compile(attend, fullgraph=True)):
-        out = call(*leaves)
-        results.append([out, *torch.autograd.grad((out * weights).sum(), leaves)])
+    leaves, results = list(call.tensors.values()), []
+    for run in (attend, torch.compile(attend, fullgraph=True)):
+        out = run(*leaves)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     torch.testing.assert_close(*results)

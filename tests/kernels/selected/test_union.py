@@ -201,24 +201,6 @@ def test_selected(monkeypatch, dtype, heads, tiles, settings):
     assert all(torch.equal(a, b) for a, b in zip(*runs))
 
 
-def test_tiles_of_a_program_are_a_power_of_two():
-    for groups in (1, 1023, 1536, 2560, 3071, 4095, 8192, 65536):
-        for lists in (2, 4, 16):
-            for seldom in (False, True):
-                tiles = launch.tiles_per_program(groups, lists, seldom)
-                assert tiles & (tiles - 1) == 0 and 1 <= tiles <= (8 if seldom else 2)
-
-
-def test_unions_have_a_tile_of_their_own():
-    """One to try out leaves that of single lists alone, and the other way round."""
-    sizes = (64, 64, torch.bfloat16)
-    for united, name in ((True, "union.dq"), (False, "query_major.dq")):
-        before = launch.query_major_tile("dq", *sizes, not united)
-        with launch.using({name: launch.TileConfig(64, 16, 2, 1)}):
-            assert launch.query_major_tile("dq", *sizes, united).block_n == 16
-            assert launch.query_major_tile("dq", *sizes, not united) == before
-
-
 def write_shared(selection, blocks, unions=None):
     shared = union.allocate(selection, 8, min(8 * selection.block_indices.shape[3], blocks))
     union.write_unions(selection, unions, shared)

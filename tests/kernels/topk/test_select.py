@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from native_sparse_attention import select_blocks
-from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.selections import RULES, SETTINGS, assert_right, draw, sizes
 
 pytest.importorskip("triton")
@@ -57,32 +56,6 @@ def test_blocks_of_equal_interpolation(causal):
     call |= dict(causal=causal, num_initial_blocks=0)
     right = select_blocks(q.double(), ck.double(), **call, backend="eager")
     assert torch.equal(select_blocks(q, ck, **call, backend="triton"), right)
-
-
-@pytest.mark.parametrize(
-    "importance, n", [("logits", 3), ("probs", 13), ("logits", 13)][: 2 + CUDA]
-)
-@pytest.mark.parametrize("pattern", ["equal", "ascending", "descending", "one list", "most equal"])
-def test_hard_orders(pattern, importance, n):
-    """Rankings that the lists of the kernels find hard, some of which they lose and do again."""
-    S = 140
-    c = torch.arange(S)
-    lists = (c ^ (((c & -8) * 2531 >> 12) & 7)) % 8
-    values = {
-        "equal": torch.zeros(S),
-        "ascending": c / 64,
-        "descending": -c / 64,
-        "one list": torch.where(lists == 5, 4 + c / 64, c / 64),
-        "most equal": torch.where(c % 37 == 5, 1.0, 0.0),
-    }[pattern]
-    # of windows of one token, whose logits are these values for any query
-    q, ck = (torch.zeros(1, size, 1, 16, device=DEVICE, dtype=torch.float16) for size in (5, S))
-    q[..., 3], ck[..., 0, 3] = 1, values.to(DEVICE)
-    call = dict(sizes(1, 1, 1), num_selected_blocks=n, importance=importance)
-    indices = select(q, ck, **call, seq_len=S, scale=1.0)
-    for t, i in enumerate(range(S - 5, S)):
-        best = values[1:i].sort(descending=True, stable=True).indices[:n] + 1
-        torch.testing.assert_close(indices[0, t, 0].cpu(), best.int())
 
 
 def test_public_operation():

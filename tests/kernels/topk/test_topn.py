@@ -113,15 +113,3 @@ def test_a_list_that_lost_one_says_so():
     ranking, missed = ranked(scores, 9, 8, 8)
     assert missed and not torch.equal(ranking, expected(scores, 9))
     assert not ranked(scores, 8, 8, 8)[1]
-
-
-@pytest.mark.parametrize("columns", [8, 16, 32])
-def test_blocks_at_a_regular_distance_do_not_meet(columns):
-    """Every block is in one list, and those `distance` apart fill all lists evenly."""
-    lists = torch.stack([
-        torch.arange(4096) ^ (((torch.arange(4096) & -columns) * 2531 >> 12) & (columns - 1))
-    ])[0]  # fmt: skip
-    assert lists.sort().values.equal(torch.arange(4096))
-    for distance in (8, 16, 32, 64, 100, 128):
-        counts = (lists[::distance][:32] % columns).bincount(minlength=columns)
-        assert counts.max() <= max(8, 4 * 32 // columns), (distance, counts)
