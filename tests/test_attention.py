@@ -15,7 +15,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from native_sparse_attention import KVCache, SparseAttention, sliding_window_attention, varlen
 from native_sparse_attention.masks import create_fine_mask, create_sliding_mask
-from tests.helpers.budget import DEVICE
 from tests.helpers.layers import DIM, PARTS, SETTINGS, SIZES, close, layer, normal
 
 every = pytest.mark.parametrize("setting", SETTINGS)
@@ -342,14 +341,6 @@ def test_parts_have_gradients(part, causal):
                 (1, dict(cu_seqlens=torch.tensor([0, n // 3, n]))),
             ):  # fmt: skip
                 assert_gradients(module, module(torch.randn(rows, n, DIM), **call))
-
-
-@pytest.mark.kernels
-def test_gradients_of_kernels():
-    rotary = PARTS["learned frequencies"]()
-    module = SparseAttention(**SIZES, **rotary, causal=True, backend="triton").to(DEVICE)
-    for n in (1, 21):
-        assert_gradients(module, module(torch.randn(1, n, DIM, device=DEVICE)))
 
 
 def test_parts_are_used():

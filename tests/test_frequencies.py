@@ -7,13 +7,11 @@ import torch
 from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
-from native_sparse_attention import KVCache, SparseAttention, Transformer
+from native_sparse_attention import SparseAttention, Transformer
 from native_sparse_attention.frequencies import exact_frequencies
 from native_sparse_attention.rotary import Rotary, rotation
 from native_sparse_attention.transformer import Attention
-from tests.helpers.budget import DEVICE
-from tests.helpers.decoder import Decoder
-from tests.helpers.layers import DIM, close, layer, normal
+from tests.helpers.layers import layer
 
 D, P = 64, 10_000
 NARROW = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
@@ -172,46 +170,6 @@ def test_refused(kwargs, message):
     for make in (layer, lambda **kwargs: Attention(16, **kwargs)):
         with pytest.raises(ValueError, match=message):
             make(dim_head=8, **kwargs)
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        dict(dim_head=2),
-        dict(dim_head=7, inv_freq=torch.tensor([0.5, 0.25])),
-        dict(dim_head=7, rotary_emb=False),
-        dict(dim_head=8, rotary_emb=False, branch_kv="independent"),
-        dict(dim_head=8, rotary_emb=False, selection_stride=4),
-    ],
-    ids=str,
-)
-def test_a_cache_goes_on(kwargs):
-    module, x = layer(**kwargs), normal(2, 30, DIM)
-    decoder = Decoder(module, x, KVCache(32, 2))
-    for counts in ((13,), (9, 16), (4, 1)):
-        decoder.step(*counts)
-    packed = module(x[:1], cu_seqlens=torch.tensor([0, 11, 30]))
-    close(packed[:, 11:], module(x[:1, 11:]))
-    assert ("rotary_emb.freqs" in module.state_dict()) == (module.rotary_emb is not None)
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("kwargs", [dict(dim_head=2), dict(dim_head=8, rotary_emb=False)], ids=str)
-def test_kernels(kwargs):
-    """Forward, gradients and a step of decoding."""
-    exact = layer(**kwargs).to(DEVICE)
-    module = copy.deepcopy(exact).float()
-    module.backend = "triton"
-    x = torch.randn(1, 13, DIM, device=DEVICE)
-    out, expected = module(x), exact(x.double())
-    torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
-    (grad,) = torch.autograd.grad(out.square().sum(), module.to_qkv.weight)
-    (right,) = torch.autograd.grad(expected.square().sum(), exact.to_qkv.weight)
-    torch.testing.assert_close(grad.double(), right, atol=1e-3, rtol=1e-3)
-    with torch.no_grad():
-        _, cache = module(x[:, :12], return_cache=True)
-        step = module(x[:, 12:], cache=cache)
-    torch.testing.assert_close(step.double(), expected[:, 12:], atol=1e-4, rtol=1e-4)
 
 
 def test_no_positions():

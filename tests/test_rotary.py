@@ -6,11 +6,9 @@ import torch
 from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
-from native_sparse_attention import KVCache
 from native_sparse_attention.ops.triton import elementwise as operator
 from native_sparse_attention.rotary import Rotary, rotate, rotated_heads, rotation
 from tests.helpers.budget import CUDA, DEVICE
-from tests.helpers.layers import DIM, layer
 
 pytest.importorskip("triton")
 
@@ -157,49 +155,6 @@ def test_learned_frequencies_and_second_derivatives():
     assert grad.any()
 
 
-@pytest.mark.slow(one_of=2)
-@pytest.mark.parametrize("branch_kv", ["shared", "independent"])
-def test_layer(branch_kv):
-    """Gradients, packed documents and a cache are those of eager PyTorch."""
-    module = layer(torch.float32, dim_head=16, branch_kv=branch_kv).to(DEVICE)
-    x = torch.randn(2, 13, DIM, device=DEVICE, requires_grad=True)
-    documents = torch.arange(13, device=DEVICE).expand(2, -1) // 8
-
-    def run(backend):
-        module.backend = backend
-        outs = [module(x), module(x, segment_ids=documents)]
-        loss = outs[0].square().sum() + outs[1].sum()
-        outs += torch.autograd.grad(loss, [x, *module.parameters()])
-        cache = KVCache(32, 2)
-        with torch.no_grad():
-            for part, lengths in ((x[:, :5], None), (x[:, 5:8], [3, 2]), (x[:, 8:9], None)):
-                outs.append(module(part, cache=cache, lengths=lengths))
-        return outs
-
-    torch.testing.assert_close(run("triton"), run("eager"), atol=1e-4, rtol=1e-4)
-
-
-def test_one_graph_for_all_lengths():
-    rotary, graphs = Rotary(16).to(DEVICE), []
-
-    def count(module, inputs):
-        graphs.append(module)
-        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
-
-    def call(q, k, start):
-        return rotate(rotary, [q, k], start, None, "triton")
-
-    torch.compiler.reset()
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=count)
-    for n, start in ((5, 900), (9, 64)):
-        leaves, results = [t.detach().requires_grad_() for t in draw(n=n)], []
-        for run in (compiled, call):
-            outs = run(*leaves, start)
-            results.append([*outs, *torch.autograd.grad([t.square().sum() for t in outs], leaves)])
-        torch.testing.assert_close(*results, check_stride=True)
-    assert len(graphs) == 1
-
-
 @pytest.mark.gpu
 def test_many_tokens():
     """Past 2^31 elements in one tensor: 64-bit offsets."""
@@ -220,21 +175,3 @@ def test_many_tokens():
     expected = torch.cat((turned + last, 2 * k[:, :, -3:].float()), 1)
     out = out.unflatten(-1, (-1, 128))[:, -3:].transpose(1, 2).float()
     torch.testing.assert_close(out, expected, atol=0.05, rtol=0.01)
-
-
-@pytest.mark.gpu
-def test_a_graph_goes_on(waits_for_nothing):
-    """Replayed where sequences have come to meanwhile; nothing waits for the device."""
-    rotary, tensors = Rotary(16).cuda(), draw(n=1, heads=(4, 2))
-    held = torch.tensor([3, 70], dtype=torch.int32, device="cuda")
-    with torch.no_grad():
-        rotate(rotary, tensors, held, None, "triton")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = rotate(rotary, tensors, held, None, "triton")
-        held += 40
-        graph.replay()
-        turn = rotation(rotary, tensors[0], held)
-        torch.testing.assert_close(list(outs), [turn(t) for t in tensors])
-        with waits_for_nothing():
-            rotate(rotary, tensors, held, None, "triton")

@@ -13,14 +13,11 @@ import torch.nn.functional as F
 
 from native_sparse_attention import (
     SparseAttention,
-    compressed_attention,
     native_sparse_attention,
     select_blocks,
-    selected_attention,
-    sliding_window_attention,
 )
-from native_sparse_attention.ops.reference import combine_branches
 from tests.helpers.budget import assert_right
+from tests.helpers.calls import Call, under_selection
 
 pytestmark = pytest.mark.gpu
 
@@ -156,17 +153,6 @@ SETTINGS = dict(
 )  # fmt: skip
 
 
-def last_rows(q, k, v, ck, cv, branch_gates, lists):
-    """The layer in eager PyTorch for the queries that end the sequence, the selection given."""
-    forced = {n: SETTINGS[n] for n in ("num_initial_blocks", "num_local_blocks")}
-    cmp = compressed_attention(
-        q, ck, cv, compress_block_sliding_stride=16, seq_len=k.shape[1], backend="eager"
-    )
-    sel = selected_attention(q, k, v, lists, selection_block_size=64, backend="eager", **forced)
-    win = sliding_window_attention(q, k, v, sliding_window_size=511, backend="eager")
-    return combine_branches((cmp, sel, win), branch_gates)
-
-
 @pytest.mark.parametrize(
     "T, heads, kv_heads, width, rows", [(1 << 20, 2, 1, 64, 64), (300_000, 64, 4, 128, 4)], ids=str
 )
@@ -196,9 +182,11 @@ def test_many_tokens(T, heads, kv_heads, width, rows):
     same = lists.sort(dim=-1).values == exact.sort(dim=-1).values
     assert same.double().mean() > 0.98  # but for near-ties
 
+    specification = under_selection(Call(native_sparse_attention, {}, SETTINGS), lists)
+
     def op(*, backend, branch_gates, **leaves):
         if backend == "eager":
-            return last_rows(**leaves, branch_gates=branch_gates, lists=lists)
+            return specification(**leaves, branch_gates=branch_gates, backend=backend)
         leaves["q"] = torch.cat((q[:, before], leaves["q"]), 1)
         return attend(**leaves, branch_gates=torch.cat((gates[:, before], branch_gates), 1))[0][
             :, last

@@ -1,7 +1,6 @@
 """A cache belongs to the layer that first used it, and to its geometry."""
 
 import copy
-import gc
 import pickle
 import re
 
@@ -97,24 +96,16 @@ def test_the_same_layer_in_other_clothes():
     given = (x[:, 9:],), {"cache": cache.clone()}
     close(torch.func.functional_call(module, weights, *given), expected)
     for duplicate in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
-        for order in ((0, 1), (1, 0)):
-            copied = duplicate(duplicate([(module, cache)[i] for i in order]))
-            other, held = (copied[order.index(i)] for i in range(2))
-            if duplicate is copy.deepcopy:  # a pickled one belongs to who is first
-                with pytest.raises(ValueError, match="another layer"):
-                    module(x[:, 9:], cache=held.clone())
+        for order in (slice(None), slice(None, None, -1)):
+            other, held = duplicate((module, cache)[order])[order]
             close(other(x[:, 9:], cache=held), expected)
-            del other, copied
-            gc.collect()
             with pytest.raises(ValueError, match="another layer"):
                 module(x[:, :1], cache=held)
     # a pickled cache alone: for the next layer of its geometry
-    held, other = (pickle.loads(pickle.dumps(cache)) for _ in range(2))
+    held = pickle.loads(pickle.dumps(cache))
     close(pickle.loads(pickle.dumps(module))(x[:, 9:], cache=held), expected)
     with pytest.raises(ValueError, match="cache holds tokens of another layer"):
         module(x[:, :1], cache=held)
-    with pytest.raises(ValueError, match="compress_block_sliding_stride=4, this one has"):
-        layer(compress_block_sliding_stride=8)(x[:, 9:], cache=other)
 
 
 def test_a_copied_model_has_caches_of_its_own():

@@ -41,6 +41,7 @@ SETTINGS = {
     "multi-head": dict(kv_heads=4),
     "three groups": dict(heads=6, kv_heads=2),
     "no norm": dict(norm=False),
+    "no positions": dict(rotary_emb=False),
     "biases and norms": dict(qkv_bias=True, out_bias=True, qk_norm=True, qk_norm_eps=1e-5),
     "caps and sinks": dict(soft_cap=2.0, attention_sinks=True),
     "one softmax": dict(branches=("selected",), num_initial_blocks=1, num_local_blocks=2),

@@ -14,7 +14,7 @@ from native_sparse_attention import (
 )
 from tests.helpers import oracles
 from tests.helpers.budget import CUDA
-from tests.helpers.calls import draw, under_selection
+from tests.helpers.calls import RANKING, draw, under_selection
 from tests.ops.test_table import CASES, LAYERS
 
 pytestmark = pytest.mark.skipif(CUDA, reason="of the sizes that a CPU has")
@@ -154,6 +154,18 @@ def test_ties_go_to_the_earlier_block():
     assert indices[0, 7, 0].tolist() == [-1, -1, -1]
 
 
+def test_caps_and_sinks_in_the_ranking():
+    """By probabilities as branch 1 attends; the ranking by logits knows of neither."""
+    tensors = draw("compressed", torch.float64, place=(45, 45)).tensors
+    tensors = {n: 1.5 * tensors[n] for n in ("q", "ck", "mem_k")}
+    for changed in (dict(soft_cap=0.3), dict(sinks=normal(tensors["q"].shape[2]) * 5)):
+        for importance in ("probs", "logits"):
+            call = dict(RANKING, importance=importance)
+            plain = select_blocks(**tensors, **call)
+            other = select_blocks(**tensors, **call, **changed)
+            assert torch.equal(plain, other) == (importance == "logits")
+
+
 # what it refuses, and calls of nothing
 
 SIZES = dict(
@@ -191,6 +203,21 @@ def test_windows_that_are_not_the_sequences():
     close(attend(q_offset=36), expected)
     close(attend(q_offset=torch.tensor([36])), expected)
     assert (select_blocks(q, ck, **sizes, seq_len=37) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(soft_cap=0.0), "soft_cap must be"),
+        (dict(soft_cap=float("nan")), "soft_cap must be"),
+        (dict(sinks=torch.zeros(3)), r"sinks must be floating of shape \[4\]"),
+        (dict(sinks=torch.zeros(4, dtype=torch.long)), "sinks must be floating"),
+    ],
+)
+def test_bad_caps_and_sinks(given, message):
+    q = normal(1, 4, 4, 4)
+    with pytest.raises(ValueError, match=message):
+        sliding_window_attention(q, q, q, sliding_window_size=1, **given)
 
 
 @pytest.mark.parametrize("backend", [None, (), "cuda", ("eager", "cuda")])

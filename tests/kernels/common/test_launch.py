@@ -63,27 +63,6 @@ def test_every_size_has_a_tile(monkeypatch, name):
                     assert all(size & (size - 1) == 0 for size in sizes)
 
 
-def test_tile_of_one_head_a_group(monkeypatch):
-    """Its own where it has one, and else that of small groups."""
-    monkeypatch.setattr(launch, "architecture", lambda: tiles.HOPPER)
-    own = [
-        launch.key_major_tile(kernel, width, 1, torch.bfloat16)
-        != launch.key_major_tile(kernel, width, 2, torch.bfloat16)
-        for kernel in ("forward", "backward")
-        for width in (128, 256)
-    ]
-    assert own == [True, False, False, False]
-
-
-def test_elsewhere_nothing_is_fetched_ahead():
-    """What a GPU of unknown size holds least of is shared memory."""
-    rows = tiles.ELSEWHERE
-    tables = [*rows.flash.values(), *rows.key_major.values()]
-    tables += [table for by_rows in rows.query_major.values() for table in by_rows.values()]
-    tables += [rows.few_heads, rows.logits, rows.interpolated, *rows.probs.values()]
-    assert {tile.num_stages for table in tables for tile in table.values()} == {1}
-
-
 @not_of_3_4
 @pytest.mark.kernels
 @pytest.mark.parametrize("importance", ["logits", "probs", "max"])
@@ -179,61 +158,6 @@ def test_more_rows_than_fit_along_an_axis():
     assert all(found.isfinite().all() for found in written(rows, 2))
 
 
-SERVED = dict(T=512, H=16, K=1, D=128, E=128, S=512, s=64, n=13, stride=1, local=2)
-
-
-def a_selection(change):
-    """q, k and v, a selection, and what else was asked for."""
-    at = SERVED | {"causal": True, "dtype": torch.bfloat16, "scale": 0.1, "soft_cap": None} | change
-    q = torch.zeros(1, at["T"], at["H"], at["D"], dtype=at["dtype"])
-    if at.get("strided"):
-        q = torch.zeros(1, at["T"], at["H"], 2 * at["D"], dtype=at["dtype"])[..., ::2]
-    if at.get("padded"):
-        q = torch.zeros(1, at["T"], at["H"], at["D"] + 8, dtype=at["dtype"])[..., : at["D"]]
-    k, v = (torch.zeros(1, at["S"], at["K"], at[width], dtype=at["dtype"]) for width in "DE")
-    lists = torch.zeros(1, at["T"], at["K"], at["n"], dtype=torch.int32)
-    selection = launch.Selection(
-        lists, at["s"], 1, at["local"], at["causal"], stride=at["stride"], soft_cap=at["soft_cap"],
-        gates=torch.ones_like(lists) if at.get("gated") else None,
-    )  # fmt: skip
-    return (q, k, v), selection, at
-
-
-@pytest.mark.parametrize("change, served", [
-    ({}, True), ({"H": 8}, True), ({"H": 1}, True), ({"kind": device.BEHIND}, True),
-    ({"inner": True}, True), ({"dtype": torch.float16}, True), ({"dtype": torch.float32}, False),
-    ({"D": 64}, False), ({"E": 64}, False), ({"H": 12}, False), ({"H": 3}, False),
-    ({"kind": device.LOCAL_BLOCKS}, True), ({"kind": device.EVERYTHING}, False),
-    ({"kind": device.LOCAL_BLOCKS, "prefix": True}, True), ({"prefix": True}, False),
-    ({"kind": device.BEHIND, "inner": True}, False), ({"soft_cap": 2.0}, False),
-    ({"ragged": True}, False), ({"scale": -1.0}, False), ({"T": 0}, False), ({"S": 0}, False),
-    ({"strided": True}, False), ({"allowed": False}, False), ({"sized": True}, False),
-    ({"allowed": None, "T": 144}, True), ({"allowed": None, "T": 136}, False),
-])  # fmt: skip
-def test_where_intervals_are_walked_on_a_hopper(monkeypatch, change, served):
-    """On a GPU of 6 multiprocessors that could."""
-    hopper = pytest.importorskip("native_sparse_attention.kernels.flash.call")
-    monkeypatch.setattr(hopper.sm90, "available", lambda q: True)
-    monkeypatch.setattr(hopper.sm90, "multiprocessors", lambda device: 6)
-    at = dict(T=100, S=100, H=16, D=128, E=128, dtype=torch.bfloat16, scale=0.1) | change
-    q = torch.zeros(1, at["T"], at["H"], at["D"], dtype=at["dtype"])
-    if at.get("strided"):
-        q = torch.zeros(1, at["T"], at["H"], 2 * at["D"], dtype=at["dtype"])[..., ::2]
-    k, v = (torch.zeros(1, at["S"], 1, at[width], dtype=at["dtype"]) for width in "DE")
-    kind = at.get("kind", device.CAUSAL_WINDOW).value
-    starts = torch.zeros(1, dtype=torch.int32) if at.get("ragged") else None
-    prefix = (k[:, :64], v[:, :64]) if at.get("prefix") else None
-    place = launch.KVRange(
-        kind, 63, 16, soft_cap=at.get("soft_cap"), starts=starts, causal_prefix=prefix is not None
-    )
-    inner = launch.KVRange(device.LOCAL_BLOCKS.value, 16, 16) if at.get("inner") else None
-    sizes = [16, 16] * 9 if at.get("sized") else None
-    with launch.using({"flash_sm90": at.get("allowed", True)}), sized(sizes):
-        for kernel in ("forward", "dq", "dkv"):
-            call = hopper.facts(q, k, v, place, at["scale"], inner, prefix)
-            assert hopper.supports_sm90(kernel, call) == served
-
-
 @pytest.mark.parametrize(
     "version, capability, asked, there",
     [
@@ -267,42 +191,98 @@ def test_an_unknown_triton_is_told_once(monkeypatch, version):
     assert not gpu.available(q)
 
 
-@pytest.mark.parametrize("change, served", [
-    ({}, True), ({"T": 1 << 16}, True), ({"H": 64}, True), ({"H": 9}, True), ({"H": 2}, True),
-    ({"H": 1}, True), ({"H": 65}, False), ({"padded": True}, True),
-    ({"H": 4, "padded": True}, False), ({"D": 64, "E": 64}, True), ({"D": 96, "E": 96}, False),
-    ({"s": 32}, False), ({"S": 500}, False), ({"local": 0}, False), ({"stride": 4}, True),
-    ({"soft_cap": 2.0}, False), ({"gated": True}, False), ({"dtype": torch.float32}, False),
-    ({"scale": -1.0}, False), ({"n": 0}, False), ({"allowed": False}, False),
-    ({"sized": True}, False),
-])  # fmt: skip
-def test_key_major_on_a_hopper(monkeypatch, change, served):
-    key_major = pytest.importorskip("native_sparse_attention.kernels.selected.key_major")
-    pytest.importorskip("native_sparse_attention.kernels.selected.key_major_sm90")
-    monkeypatch.setattr(key_major.sm90, "available", lambda q: True)
-    tensors, selection, at = a_selection(change)
-    inputs = key_major.Inputs(*tensors, selection, at["scale"])
-    sizes = [16, 16] * 9 if at.get("sized") else None
-    with launch.using({"key_major_sm90": at.get("allowed", True)}), sized(sizes):
-        assert (key_major.gluon_kernels(inputs) is not None) == served
+# a call that each of a Hopper's kernels serves, and what calls of it these serve too, and do not
+CALL = dict(
+    T=512, S=512, H=16, K=1, D=128, E=128, s=64, n=13, stride=1, local=2, causal=True, scale=0.1,
+    dtype=torch.bfloat16, soft_cap=None, allowed=True, padding=0, step=1, gated=False, sized=False,
+    kind=device.CAUSAL_WINDOW, inner=False, prefix=False, ragged=False,
+)  # fmt: skip
+HALF, SINGLE, NARROW = ({"dtype": torch.float16}, {"dtype": torch.float32}, {"D": 64, "E": 64})
+REFUSED = [SINGLE, {"soft_cap": 2.0}, {"scale": -1.0}, {"allowed": False}]
+OF_BLOCKS = [*REFUSED, {"D": 96, "E": 96}, {"s": 32}, {"S": 500}, {"n": 0}, {"local": 0}]
+OF_BLOCKS += [{"gated": True}]
+HOPPER = {
+    "flash": (
+        [
+            {}, {"H": 8}, {"H": 1}, {"kind": device.BEHIND}, {"inner": True}, HALF,
+            {"kind": device.LOCAL_BLOCKS}, {"kind": device.LOCAL_BLOCKS, "prefix": True},
+            {"allowed": None, "T": 144, "S": 100},
+        ],
+        [
+            *REFUSED, {"D": 64}, {"E": 64}, {"H": 12}, {"H": 3}, {"kind": device.EVERYTHING},
+            {"prefix": True}, {"kind": device.BEHIND, "inner": True}, {"ragged": True}, {"T": 0},
+            {"S": 0}, {"step": 2}, {"sized": True}, {"allowed": None, "T": 136, "S": 100},
+        ],
+    ),
+    "key_major": (
+        [
+            {}, {"T": 1 << 16}, {"H": 64}, {"H": 9}, {"H": 2}, {"H": 1}, {"padding": 8}, NARROW,
+            {"stride": 4},
+        ],
+        [*OF_BLOCKS, {"H": 65}, {"H": 4, "padding": 8}, {"sized": True}],
+    ),
+    "union": (
+        [
+            {}, NARROW, {"H": 9}, {"H": 32, "K": 2}, {"causal": False, "local": 0}, HALF,
+            {"allowed": None},
+        ],
+        [
+            *OF_BLOCKS, {"D": 192}, {"H": 8}, {"H": 17}, {"n": 33}, {"stride": 4}, {"T": 0},
+            {"step": 2}, {"allowed": None, "T": 376},
+        ],
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("change, served", [
-    ({}, True), ({"D": 64, "E": 64}, True), ({"H": 9}, True), ({"H": 32, "K": 2}, True),
-    ({"causal": False, "local": 0}, True), ({"dtype": torch.float16}, True),
-    ({"dtype": torch.float32}, False), ({"D": 192}, False), ({"D": 96, "E": 96}, False),
-    ({"H": 8}, False), ({"H": 17}, False), ({"s": 32}, False), ({"S": 500}, False),
-    ({"n": 0}, False), ({"n": 33}, False), ({"stride": 4}, False), ({"local": 0}, False),
-    ({"soft_cap": 2.0}, False), ({"scale": -1.0}, False), ({"T": 0}, False),
-    ({"gated": True}, False), ({"strided": True}, False), ({"allowed": False}, False),
-    ({"allowed": None}, True), ({"allowed": None, "T": 376}, False),
-])  # fmt: skip
-def test_where_blocks_are_shared(monkeypatch, change, served):
+def is_served(kernel, at, q, k, v):
+    from native_sparse_attention.kernels.flash import call as flash
+    from native_sparse_attention.kernels.selected import key_major, union_sm90
+
+    if kernel == "flash":
+        starts = torch.zeros(1, dtype=torch.int32) if at["ragged"] else None
+        prefix = (k[:, :64], v[:, :64]) if at["prefix"] else None
+        place = launch.KVRange(
+            at["kind"].value, 63, 16, soft_cap=at["soft_cap"], starts=starts,
+            causal_prefix=at["prefix"],
+        )  # fmt: skip
+        inner = launch.KVRange(device.LOCAL_BLOCKS.value, 16, 16) if at["inner"] else None
+        call = flash.facts(q, k, v, place, at["scale"], inner, prefix)
+        (served,) = {flash.supports_sm90(name, call) for name in ("forward", "dq", "dkv")}
+        return served
+    lists = torch.zeros(1, at["T"], at["K"], at["n"], dtype=torch.int32)
+    selection = launch.Selection(
+        lists, at["s"], 1, at["local"], at["causal"], stride=at["stride"], soft_cap=at["soft_cap"],
+        gates=torch.ones_like(lists) if at["gated"] else None,
+    )  # fmt: skip
+    inputs = key_major.Inputs(q, k, v, selection, at["scale"])
+    if kernel == "union":
+        return union_sm90.is_supported(inputs)
+    return key_major.gluon_kernels(inputs) is not None
+
+
+@pytest.mark.parametrize(
+    "kernel, change, served",
+    [
+        (kernel, change, served)
+        for kernel, (yes, no) in HOPPER.items()
+        for served, changes in ((True, yes), (False, no))
+        for change in changes
+    ],
+    ids=str,
+)
+def test_what_the_kernels_of_a_hopper_serve(monkeypatch, kernel, change, served):
     """On a GPU of 6 multiprocessors that could."""
-    shared = pytest.importorskip("native_sparse_attention.kernels.selected.union_sm90")
-    monkeypatch.setattr(shared.sm90, "available", lambda q: True)
-    monkeypatch.setattr(shared.sm90, "multiprocessors", lambda device: 6)
+    sm90 = pytest.importorskip("native_sparse_attention.kernels.common.sm90")
+    monkeypatch.setattr(sm90, "available", lambda q: True)
+    monkeypatch.setattr(sm90, "multiprocessors", lambda device: 6)
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
-    tensors, selection, at = a_selection(change)
-    with launch.using({"union_sm90": at.get("allowed", True)}):
-        assert shared.is_supported(shared.Inputs(*tensors, selection, at["scale"])) == served
+    at = CALL | change
+    width = at["step"] * at["D"] + at["padding"]
+    q = torch.zeros(1, at["T"], at["H"], width, dtype=at["dtype"])
+    q = q[..., : at["step"] * at["D"] : at["step"]]
+    k, v = (torch.zeros(1, at["S"], at["K"], at[width], dtype=at["dtype"]) for width in "DE")
+    with (
+        launch.using({f"{kernel}_sm90": at["allowed"]}),
+        sized([16, 16] * 9 if at["sized"] else None),
+    ):
+        assert is_served(kernel, at, q, k, v) == served

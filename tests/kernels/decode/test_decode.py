@@ -12,6 +12,7 @@ from native_sparse_attention.ops import decode
 from native_sparse_attention.ops.decode import decode_attention, workspace
 from tests.helpers import budget
 from tests.helpers.budget import CUDA, DEVICE
+from tests.helpers.decoder import Decoder
 from tests.helpers.layers import DIM, SETTINGS, layer
 
 kernels = pytest.mark.kernels
@@ -279,20 +280,6 @@ def test_integers_that_are_not_contiguous():
     assert torch.equal(out, expected)
 
 
-@kernels
-def test_what_lies_behind_a_row_is_of_no_matter():
-    tensors, settings = problem(torch.float32, T=3, importance="probs", lengths=(43, 5))
-    settings["counts"] = torch.tensor([2, 1], device=DEVICE)
-    expected = decode_attention(**tensors, **settings, backend="triton")
-    ends = (settings["lengths"] + settings["counts"])[:, None, None, None]
-    for name, every in (("k", 1), ("v", 1), ("ck", 4), ("cv", 4)):
-        t = tensors[name]
-        place = torch.arange(t.shape[1], device=DEVICE)[None, :, None, None]
-        tensors[name] = t.masked_fill((place + 1) * every > ends, float("nan"))
-    out = decode_attention(**tensors, **settings, backend="triton")
-    assert torch.equal(out, expected)
-
-
 def caches(module, b, length):
     page = module.selection_block_size * module.compress_block_sliding_stride
     pages = -(-length // page)
@@ -320,49 +307,19 @@ def test_steps_are_one_forward(setting, form, steps):
     ends, whose place a new sequence takes."""
     settings = SETTINGS[setting] | (dict(dim_head=16) if CUDA else dict(heads=2, kv_heads=1))
     module = layer(**settings, dtype=torch.float32).to(DEVICE)
-    exact = copy.deepcopy(module)
-    exact.backend = "eager"
-    x = torch.randn(2, 32, DIM, device=DEVICE)
-    cache = caches(module, 2, 48)[form == "pages"]
-    close = dict(atol=1e-4, rtol=1e-4) if CUDA else dict(atol=1e-5, rtol=1e-5)
-    with torch.no_grad():
-        expected, done = exact(x), [0, 0]
-        for counts in ([19, 17], [3, 2], [1, 1], [0, 1]):
-            module.backend = "triton" if CUDA or done[0] else "eager"
-            inp = x.new_zeros(2, max(counts), DIM)
-            for row, n in enumerate(counts):
-                inp[row, :n] = x[row, done[row] : done[row] + n]
-            out = module(inp, cache=cache, lengths=counts)
-            for row, n in enumerate(counts):
-                right = expected[row, done[row] : done[row] + n]
-                torch.testing.assert_close(out[row, :n], right, **close)
-                assert (out[row, n:] == 0).all()
-                done[row] += n
-        assert len(steps) == (0 if setting in NO_STEPS else 3) and cache.lengths == done
-        cache.reset([1])
-        out = module(x[:, done[0] : done[0] + 2], cache=cache)
-        torch.testing.assert_close(out[0], expected[0, done[0] : done[0] + 2], **close)
-        fresh = exact(x[1:, done[0] : done[0] + 2])[0]
-        torch.testing.assert_close(out[1], fresh, **close)
-        assert cache.lengths_on(DEVICE).tolist() == cache.lengths == [done[0] + 2, 2]
-
-
-@kernels
-def test_steps_have_the_scale_of_the_layer(steps):
-    module = layer(
-        **(dict(dim_head=16) if CUDA else dict(heads=2, kv_heads=1)), dtype=torch.float32
-    )
-    module = module.to(DEVICE)
     module.scale = 0.9
-    x, cache = torch.randn(1, 21, DIM, device=DEVICE), KVCache(48, 1)
-    with torch.no_grad():
-        module.backend = "eager"
-        expected = module(x)
-        module(x[:, :20], cache=cache)
-        module.backend = "triton"
-        out = module(x[:, 20:], cache=cache)
-    assert len(steps) == 1
-    torch.testing.assert_close(out, expected[:, 20:], atol=1e-4, rtol=1e-4)
+    exact = copy.deepcopy(module)
+    exact.backend, module.backend = "eager", "triton" if CUDA else "eager"
+    cache, x = caches(module, 2, 48)[form == "pages"], torch.randn(3, 32, DIM, device=DEVICE)
+    decoder = Decoder(exact, x, cache, run=module, rows=2, tol=1e-4 if CUDA else 1e-5)
+    decoder.step(19, 17)
+    module.backend = "triton"
+    for counts in ((3, 2), (1, 1), (0, 1)):
+        decoder.step(*counts)
+    assert len(steps) == (0 if setting in NO_STEPS else 3)
+    decoder.restart(1, 2)
+    decoder.step(2)
+    assert cache.lengths_on(DEVICE).tolist() == cache.lengths == [25, 2]
 
 
 @kernels

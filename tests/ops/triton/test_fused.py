@@ -5,12 +5,14 @@ import weakref
 
 import pytest
 import torch
+from rotary_embedding_torch import RotaryEmbedding
 
-from native_sparse_attention import BlockSizes, SparseAttention
+from native_sparse_attention import BlockSizes, KVCache, SparseAttention
 from native_sparse_attention.ops.triton import attention as fused
 from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.calls import draw
 from tests.helpers.interpreter import not_of_3_4
+from tests.helpers.layers import DIM, layer
 
 pytest.importorskip("triton")
 
@@ -73,30 +75,34 @@ def test_what_branches_gave_is_gone_before_most_of_the_backward(recompute, monke
 
 
 @pytest.mark.slow(one_of=2)
-@pytest.mark.parametrize("stride, use_diff_topk", [(1, False), (4, True)])
-def test_module(stride, use_diff_topk):
-    """SparseAttention over these kernels is that over eager PyTorch, gradients and cache too."""
-    torch.manual_seed(0)
-    layer = SparseAttention(
-        32, 16, 2, 9, 8, 8, 2, kv_heads=1, causal=True, compress_block_sliding_stride=4,
-        selection_stride=stride, use_diff_topk=use_diff_topk, use_triton_kernel=True,
-        num_compressed_mem_kv=2,
-    ).to(DEVICE)  # fmt: skip
-    for parameter in (layer.compress_mem_kv, layer.k_intrablock_positions):
-        torch.nn.init.normal_(parameter)
-    x = torch.randn(1, 29, 32, device=DEVICE)
-    results = []
-    for backend in ("triton", "eager"):
-        layer.backend = backend
-        out = layer(x)
-        grads = torch.autograd.grad(out.square().sum(), list(layer.parameters()))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {}, dict(selection_stride=4, use_diff_topk=True), dict(branch_kv="independent"),
+        dict(dim_head=2), dict(rotary_emb=False),
+        dict(rotary_emb=RotaryEmbedding(8, learned_freq=True)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_module(settings):
+    """SparseAttention over these kernels is that over eager PyTorch: gradients, documents, a cache
+    whose rows take different numbers of tokens."""
+    module = layer(torch.float32, heads=2, kv_heads=1, **settings).to(DEVICE)
+    x = torch.randn(2, 13, DIM, device=DEVICE, requires_grad=True)
+    documents = torch.arange(13, device=DEVICE).expand(2, -1) // 8
+
+    def run(backend):
+        module.backend = backend
+        outs = [module(x), module(x, segment_ids=documents)]
+        loss = outs[0].square().sum() + outs[1].sum()
+        outs += torch.autograd.grad(loss, [x, *module.parameters()])
+        cache = KVCache(32, 2)
         with torch.no_grad():
-            first, cache = layer(x[:, :22], return_cache=True)
-            rest, _ = layer(x[:, 22:], cache=cache, return_cache=True)
-        torch.testing.assert_close(torch.cat((first, rest), 1), out, atol=2e-5, rtol=2e-5)
-        results.append([out, *grads])
-    for actual, expected in zip(*results):
-        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+            for part, lengths in ((x[:, :5], None), (x[:, 5:8], [3, 2]), (x[:, 8:9], None)):
+                outs.append(module(part, cache=cache, lengths=lengths))
+        return outs
+
+    torch.testing.assert_close(run("triton"), run("eager"), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
