@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -191,18 +192,11 @@ def download(version: str) -> Path:
         command += ["--disable-pip-version-check", "--retries", "0", "--timeout", "5"]
         command += ["--target", str(folder), f"{DISTRIBUTION}=={version}"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        except subprocess.TimeoutExpired as error:
-            raise Unavailable("pip gave no answer in 60 s") from error
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or ["pip failed without a word"]
-            raise Unavailable(lines[-1])
-        try:
+            subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        except subprocess.SubprocessError as error:
+            raise Unavailable(f"pip failed: {getattr(error, 'stderr', '') or error}") from error
+        with contextlib.suppress(OSError):  # another test process was first
             folder.rename(target)
-        except OSError:
-            # another test process was first
-            if not target.is_dir():
-                raise
     return target
 
 
@@ -230,15 +224,12 @@ def isolated(folder: Path | None) -> Iterator[None]:
         sys.path[:] = path
 
 
-def installed(version: str) -> bool:
-    try:
-        return importlib.metadata.version(DISTRIBUTION) == version
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
 def load(version: str) -> ModuleType:
-    folder = None if installed(version) else download(version)
+    try:
+        is_installed = importlib.metadata.version(DISTRIBUTION) == version
+    except importlib.metadata.PackageNotFoundError:
+        is_installed = False
+    folder = None if is_installed else download(version)
     with isolated(folder):
         module = importlib.import_module(PACKAGE)
         for name in SUBMODULES:

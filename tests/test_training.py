@@ -8,7 +8,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import native_sparse_attention.attention as attention
-from native_sparse_attention import Transformer
 from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.layers import DIM, layer
 
@@ -67,25 +66,6 @@ def test_activation_checkpointing(use_reentrant):
         out = call(leaf)
         out.square().sum().backward()
         results.append([out, leaf.grad, *(p.grad.clone() for p in module.parameters())])
-    same(*results)
-
-
-@kernels
-def test_checkpointed_transformer():
-    torch.manual_seed(0)
-    net = Transformer(
-        16, DIM, 1, dim_head=16, heads=2, use_sparse_attn=True, use_triton_fine_selection=True,
-        sparse_attn_kwargs=dict(
-            sliding_window_size=4, compress_block_size=4, selection_block_size=4,
-            num_selected_blocks=1,
-        ),
-    ).to(DEVICE)  # fmt: skip
-    ids = torch.randint(0, 16, (1, 11), device=DEVICE)
-    results = []
-    for net.activation_checkpointing in (False, True):
-        net.zero_grad()
-        net(ids, return_loss=True).backward()
-        results.append([p.grad.clone() for p in net.layers.parameters()])
     same(*results)
 
 

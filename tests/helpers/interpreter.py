@@ -33,7 +33,7 @@ OWN: dict[str, Any] = {}
 
 
 def hasten() -> None:
-    from triton.language import core, semantic, standard
+    from triton.language import core, standard
     from triton.runtime import interpreter
 
     if hasattr(interpreter, "ReduceOps") and hasattr(standard, "_xor_combine"):
@@ -44,13 +44,10 @@ def hasten() -> None:
         check_nothing_in_vain(interpreter.interpreter_builder)
     if hasattr(interpreter, "_get_np_dtype"):
         look_up_dtypes(interpreter)
-    if hasattr(core, "_type_for_tuple_values") and has(core.tuple([]), "values type"):
-        type_tuples_when_asked(core)
     block = core.block_type(core.int32, [1])
     known = has(block, "element_ty shape numel name")
     if known and has(core.tensor(None, block), "handle shape numel type dtype"):
         share_shapes(core)
-        broadcast_what_differs(semantic.TritonSemantic)
     # an operation takes as long for many elements as for few
     from native_sparse_attention.kernels.selected import csr
 
@@ -115,25 +112,6 @@ def look_up_dtypes(interpreter: Any) -> None:
     interpreter._get_np_dtype = look_up
 
 
-def type_tuples_when_asked(core: Any) -> None:
-    """Every shape is a tuple, whose type nobody asks for."""
-
-    def init(self: Any, args: Any, type: Any = None) -> None:
-        self.values = list(args)
-        if type is not None:
-            self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
-
-    def get(self: Any) -> Any:
-        if "own_type" not in vars(self):
-            self.own_type = core._type_for_tuple_values(self.values)
-        return self.own_type
-
-    def set(self: Any, type: Any) -> None:
-        self.own_type = type
-
-    core.tuple.__init__, core.tuple.type = init, property(get, set)
-
-
 def share_shapes(core: Any) -> None:
     """Every tensor and its type have shapes of their own, of which there are few."""
     make, shapes, sizes = core.block_type.__init__, {}, {}
@@ -156,15 +134,3 @@ def share_shapes(core: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
 
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
-
-
-def broadcast_what_differs(semantic: Any) -> None:
-    """It compares shapes size by size, though they are shared."""
-    broadcast = semantic.broadcast_impl_value
-
-    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        if lhs.shape is rhs.shape:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
-
-    semantic.broadcast_impl_value = broadcast_impl_value

@@ -18,12 +18,9 @@ from tests.helpers.layers import DIM, SETTINGS, layer
 kernels = pytest.mark.kernels
 DTYPE = torch.float16 if CUDA else torch.float32
 SIZES = dict(
-    compress_block_size=8,
-    compress_block_sliding_stride=4,
-    selection_block_size=8,
-    num_selected_blocks=3,
-    sliding_window_size=11,
-)
+    compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8,
+    num_selected_blocks=3, sliding_window_size=11,
+)  # fmt: skip
 
 
 def problem(

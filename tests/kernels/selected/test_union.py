@@ -114,19 +114,6 @@ def test_calls_without_unions():
         assert launch.union_rule(16, torch.float16) is None
 
 
-def test_two_selections_of_32_rows_are_one_tile():
-    """By the kernels' own rule, whatever they hold."""
-    lists = torch.stack([torch.randperm(64)[:5] for _ in range(38)]).int().view(2, 19, 1, 5)
-    lists[0, 4:6] = -1
-    lists[1, 7] = -1
-    selection = Selection(lists.to(DEVICE), 8, 0, 1, True)
-    with launch.using({"union": replace(launch.union_rule(32, torch.float16), least=0)}):
-        unions = make_unions(selection, 32)
-    has_union = unions.counts[:, 0] > 0
-    assert unions.members == 2 and has_union.sum() == 19
-    assert not has_union[0, 2], "a group without blocks"
-
-
 CASES = [
     (torch.float32, (12, 1, 16, 16), 1, {}),
     (torch.float16, (16, 1, 16, 24), GROUP, {"num_local": 0}),

@@ -19,22 +19,6 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.kernels
 
 
-@pytest.mark.slow(one_of=2)
-@pytest.mark.parametrize("names", [("window_k",), ("window_v",), ("window_k", "window_v")])
-def test_window_that_shares_a_tensor(names):
-    """k handed in again as the window's, or one of its tensors alone, is a window of its own."""
-    call, results = draw("layer", batch=1, memory=0, num_local_blocks=2).leaves(), []
-    other = torch.randn_like(call.tensors["v"]).requires_grad_()
-    window = {"window_k": call.tensors["k"], "window_v": other}
-    leaves = [*call.tensors.values(), other]
-    for backend in ("triton", "eager"):
-        out = call(backend, **{name: window[name] for name in names})
-        grads = torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True)
-        results.append([out, *grads])
-    for actual, expected in zip(*results):
-        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
-
-
 def test_one_node():
     """Between the inputs and the output lies one node of autograd."""
     out = draw("layer", batch=1).leaves()("triton")
