@@ -1,7 +1,6 @@
 """Tile sizes that a user gives: what is refused, that they are used and change nothing else."""
 
 import copy
-import dataclasses
 import functools
 import pickle
 
@@ -206,19 +205,3 @@ def test_defaults_are_what_the_kernels_choose(width, heads, kv_heads, dtype):
     assert apply_overrides() == before
     with pytest.raises(ValueError, match="heads must be a multiple of kv_heads"):
         BlockSizes.get_default(64, 4, 3)
-
-
-@kernels
-def test_compiled_with_sizes_as_an_argument():
-    """In one graph; `tests/ops/triton/test_fused.py` compiles a layer that has sizes."""
-
-    def window(q, sizes):
-        return sliding_window_attention(
-            q, q, q, sliding_window_size=7, block_sizes=sizes, backend="triton"
-        )
-
-    compiled = torch.compile(window, fullgraph=True, dynamic=True, backend="eager")
-    q = torch.randn(1, 9, 2, 16, device=DEVICE, requires_grad=True)
-    expected = results(functools.partial(window, q, None), [q])
-    for sizes in (FEW, dataclasses.replace(FEW, block_q_window=64)):
-        close(results(functools.partial(compiled, q, sizes), [q]), expected)

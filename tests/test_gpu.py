@@ -61,25 +61,6 @@ def test_decoding(setting, make):
     assert on_cpu.device == torch.device("cpu") and decoder.cache.device.type == "cuda"
 
 
-@pytest.mark.parametrize("use_sparse_attn", [True, False])
-def test_training_under_autocast_and_compile(use_sparse_attn):
-    """bf16 autocast, compiled, several lengths: losses near the eager ones."""
-    torch.manual_seed(0)
-    shape = dict(dim_head=16, heads=4, kv_heads=2)
-    net = Transformer(64, 64, 2, **shape, use_sparse_attn=use_sparse_attn).cuda()
-    compiled = torch.compile(net)
-    for length in (65, 129, 200):
-        ids, losses = torch.randint(0, 64, (2, length)).cuda(), []
-        for forward in (net, compiled):
-            net.zero_grad()
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = forward(ids, return_loss=True)
-            loss.backward()
-            losses.append(loss.item())
-            assert all(p.grad.isfinite().all() for p in net.parameters() if p.grad is not None)
-        assert abs(losses[0] - losses[1]) < 0.02
-
-
 @pytest.mark.parametrize(
     "ranking", [*RANKINGS, dict(importance="probs", use_diff_topk=True)], ids=str
 )

@@ -54,18 +54,3 @@ def test_atomic_operations_are_integers_in_any_order():
         for call in atomics(path.read_text(encoding="utf-8"))
     }
     assert found == set(PERMITTED)
-
-
-def test_other_mentions_are_found():
-    source = '''
-"""Of atomic_add."""
-from lib import atomic_xchg
-add = tl.atomic_add
-first_of(tl, "atomic_cas")
-asm("red.global.add.f32 [$1], $2;")
-tl.atomic_add(p, x)
-'''
-    assert set(atomics(source)) == {
-        "atomic_xchg", "tl.atomic_add(p, x)", "atomic_add", "atomic_cas",
-        "red.global.add.f32 [$1], $2;",
-    }  # fmt: skip
