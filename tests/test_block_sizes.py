@@ -179,7 +179,6 @@ def test_branches(launched):
 @pytest.mark.parametrize("width, heads, kv_heads", [(64, 4, 4), (128, 16, 1), (192, 8, 2)])
 def test_defaults_are_what_the_kernels_choose(width, heads, kv_heads, dtype):
     from native_sparse_attention.kernels.common import launch
-    from native_sparse_attention.kernels.common import overrides as current
 
     groups = heads // kv_heads
 
@@ -200,7 +199,7 @@ def test_defaults_are_what_the_kernels_choose(width, heads, kv_heads, dtype):
     sizes = BlockSizes.get_default(width, heads, kv_heads, dtype)
     assert sizes.has_backward_blocks
     before = apply_overrides()
-    with current.sized([getattr(sizes, name) for name in NAMES]):
+    with launch.sized([getattr(sizes, name) for name in NAMES]):
         assert apply_overrides() == before
     assert apply_overrides() == before
     with pytest.raises(ValueError, match="heads must be a multiple of kv_heads"):

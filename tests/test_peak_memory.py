@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks import common
-from native_sparse_attention.kernels.common import sm90
+from native_sparse_attention.kernels.common import launch
 
 SCRIPT = Path(__file__).parent / "scripts" / "peak_memory.py"
 MOST_MEMORY = 1.5  # times that of dense attention
@@ -28,7 +28,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def peaks():
     """MiB of each case."""
-    if not sm90.triton_is_known():
+    if not launch.triton_is_known():
         pytest.skip("this Triton has no kernels for a Hopper of its own")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

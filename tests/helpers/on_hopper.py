@@ -8,12 +8,12 @@ from tests.helpers.budget import CUDA, DEVICE
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels.common import launch, sm90
+from native_sparse_attention.kernels.common import launch
 
 MARKS = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not CUDA or not sm90.available(torch.empty(1, device=DEVICE)),
+        not CUDA or not launch.supports_gluon(torch.empty(1, device=DEVICE)),
         reason="needs a Hopper and Triton 3.6 to 3.9",
     ),
 ]

@@ -10,10 +10,10 @@ from tests.helpers.on_hopper import MARKS, layer
 
 pytest.importorskip("triton")
 
-from native_sparse_attention.kernels.common import launch, sm90
+from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.selected import csr, key_major_sm90
 
-if not sm90.triton_is_known():
+if not launch.triton_is_known():
     pytest.skip("its kernels are not known to run with this Triton", allow_module_level=True)
 
 from native_sparse_attention.kernels.flash import bwd_sm90, fwd_sm90

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.kernels import compress_mean, rotary
-from native_sparse_attention.kernels.common import launch, sm90
+from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.decode import persistent, read_all
 from native_sparse_attention.kernels.selected import query_major
 from native_sparse_attention.kernels.selected.inputs import Inputs
@@ -84,9 +84,9 @@ def compile_only(capability: int) -> None:
     driver.set_active(Driver(capability))
     if capability < 90:
         launch.supports_tma = lambda *_: False
-    elif sm90.triton_is_known():
-        sm90.available = lambda *_: True
-        sm90.multiprocessors = lambda *_: 132
+    elif launch.triton_is_known():
+        launch.supports_gluon = lambda *_: True
+        launch.multiprocessors = lambda *_: 132
     launch.architecture = lambda: rows
 
 

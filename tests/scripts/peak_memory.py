@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.problem import Setting
 from native_sparse_attention.config import AttentionConfig
-from native_sparse_attention.kernels.common import launch, sm90
+from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.ops.call import Call
 from native_sparse_attention.ops.triton import backend
 
@@ -29,8 +29,8 @@ def stand_in() -> None:
     """For a Hopper."""
     JITFunction.run = lambda *_, **__: None
     driver.set_active(compile_kernels.Driver(90))
-    sm90.available = lambda *_: True
-    sm90.multiprocessors = lambda *_: 132
+    launch.supports_gluon = lambda *_: True
+    launch.multiprocessors = lambda *_: 132
     launch.architecture = lambda: launch.ARCHITECTURES[9, 0]
 
 

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from native_sparse_attention import KVCache, PagedKVCache, SparseAttention, kernels, select_blocks
 from native_sparse_attention.compress import MeanPool
-from native_sparse_attention.kernels.common import launch, sm90
+from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.decode import kv_cache
 from native_sparse_attention.kernels.selected import csr, union
 from tests.helpers.budget import CUDA, DEVICE, FORMS
@@ -48,7 +48,7 @@ from tests.helpers.calls import draw as draw_call
 # Triton's interpreter has no bfloat16
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 # whether kernels of a Hopper run here
-HOPPER = sm90.available(torch.empty(0, device=DEVICE))
+HOPPER = launch.supports_gluon(torch.empty(0, device=DEVICE))
 # query heads, KV heads, and widths of keys and of values
 HEADS = (6, 2, 24, 40)
 SIZES = dict(

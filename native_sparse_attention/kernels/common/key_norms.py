@@ -2,7 +2,6 @@
 bound in place of the running maximum, and skips the rescaling; see `primitives.measured_from`."""
 
 from collections import namedtuple
-from typing import Any
 
 import torch
 import triton
@@ -67,8 +66,3 @@ def key_norms(q: Tensor, k: Tensor, ck: Tensor | None = None) -> tuple[Tensor | 
             tiles, K, F=Settings(D, launch.padded(D), flipped),
         )  # fmt: skip
     return norms[0], None if ck is None else norms[1]
-
-
-def bounds(norms: Tensor | None) -> dict[str, Any]:
-    """Kernel arguments of the norms."""
-    return dict(norms=norms, BOUNDED=norms is not None)

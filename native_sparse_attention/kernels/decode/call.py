@@ -174,6 +174,6 @@ def tensors_of(call: DecodeInputs, plan: Plan, config: AttentionConfig, out: Ten
     groups += [
         *memory, gates, sinks, cache_arguments(call.lengths, call.counts, call.page_table), work,
         out, Heads(H, K, ranks), config.scale_of(D) * launch.LOG2_E,
-        launch.cap(config.soft_cap)["cap"],
+        launch.cap(config.soft_cap),
     ]  # fmt: skip
     return Tensors(*groups)

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.launch import cdiv, next_power_of_2, padded
+from ..common.launch import cdiv, head_strided, next_power_of_2, padded
 from ..common.precompile import launcher
-from ..common.primitives import Strided, grid_position, load_rows, store_rows
+from ..common.primitives import grid_position, load_rows, store_rows
 from .call import cache_arguments
 
 
@@ -127,12 +127,6 @@ def nsa_kv_cache_windows(
 # launches
 
 
-def strided(t: Tensor) -> Strided:
-    """t [B K n D] as a kernel argument."""
-    b, h, n, _ = t.stride()
-    return Strided(t, b, n, h)
-
-
 def starts(lengths: Tensor, counts: Tensor | None, tokens: int, max_length: int) -> Tensor:
     """The lengths [B] in int64, after a device-side assertion that `counts` of `tokens` new ones
     fit."""
@@ -172,9 +166,9 @@ def append(
     grid, flipped = launch.grid(n, B * K)
     with torch.cuda.device_of(lengths):
         launcher(nsa_kv_cache_append, grid)(
-            k=strided(k), v=strided(v), k_cache=strided(k_cache), v_cache=strided(v_cache),
-            cache=cache_arguments(lengths, counts, page_table), T=tokens, K=K, D=D,
-            BLOCK_D=padded(D), E=E, BLOCK_E=padded(E), EVERY=every,
+            k=head_strided(k), v=head_strided(v), k_cache=head_strided(k_cache),
+            v_cache=head_strided(v_cache), cache=cache_arguments(lengths, counts, page_table),
+            T=tokens, K=K, D=D, BLOCK_D=padded(D), E=E, BLOCK_E=padded(E), EVERY=every,
             TAIL_SIZE=k_cache.shape[2] if tail else 0,
             PAGE_SIZE=0 if page_table is None or page_size is None else page_size // every,
             HAS_COUNTS=counts is not None, FLIPPED=flipped, num_warps=1,
@@ -193,9 +187,9 @@ def windows(
     grid, flipped = launch.grid(max_windows, B * K)
     with torch.cuda.device_of(lengths):
         launcher(nsa_kv_cache_windows, grid)(
-            k=strided(k), v=strided(v), k_tail=strided(k_tail), v_tail=strided(v_tail),
-            lengths=lengths, k_out=k_out, v_out=v_out, T=T, K=K, D=D, BLOCK_D=padded(D), E=E,
-            BLOCK_E=padded(E), l=l, BLOCK_L=next_power_of_2(l), d=d, TAIL_SIZE=k_tail.shape[2],
-            FLIPPED=flipped, num_warps=4,
+            k=head_strided(k), v=head_strided(v), k_tail=head_strided(k_tail),
+            v_tail=head_strided(v_tail), lengths=lengths, k_out=k_out, v_out=v_out, T=T, K=K, D=D,
+            BLOCK_D=padded(D), E=E, BLOCK_E=padded(E), l=l, BLOCK_L=next_power_of_2(l), d=d,
+            TAIL_SIZE=k_tail.shape[2], FLIPPED=flipped, num_warps=4,
         )  # fmt: skip
     return k_out, v_out

@@ -269,19 +269,19 @@ def backward_q(
     """Add to dq. With an `inner` range and its backward inputs, also add through its local blocks
     and the keys before its floor."""
     within, inner_bwd = inner or (None, None)
-    into = dq.arguments()
-    call = facts(q, k, v, kv_range, scale, within, prefix, gated=bwd.gated, add=into["ADD"])
+    dq_out, add = dq.next_launch()
+    call = facts(q, k, v, kv_range, scale, within, prefix, gated=bwd.gated, add=add)
     at, rows = plan("dq", call, launch.tuning()), backward_rows(bwd, inner_bwd)
     if at is None:
         from . import bwd_sm90
 
         bwd_sm90.backward_q(
-            call, q, k, v, kv_range.start, scale, rows, into["dq"], prefix
+            call, q, k, v, kv_range.start, scale, rows, dq_out, prefix
         )  # fmt: skip
         return
     launcher(nsa_flash_dq, at.grid)(
         **arguments(q, k, v, kv_range, at), **prefix_arguments(prefix, q),
-        rows=rows, dq=into["dq"], scale=scale,
+        rows=rows, dq=dq_out, scale=scale,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common import launch, sm90
+from ..common import launch
 from ..common.gluon_sm90 import (
     at_named_barrier,
     barriers,
@@ -482,7 +482,7 @@ def backward_q(
     """As `bwd.backward_q`, of queries from position `start` on."""
     at = plan("dq", call, launch.tuning())
     args = arguments(at, q, k, v, start)
-    d_out, dq_box = (sm90.box(t, args["q"].block_shape) for t in (rows.d_out, dq))
+    d_out, dq_box = (launch.gluon_box(t, args["q"].block_shape) for t in (rows.d_out, dq))
     launcher(nsa_flash_dq_sm90, at.grid)(
         **args, **prefix_boxes(args, prefix), d_out=d_out, dq=dq_box, rows=rows, scale=scale
     )
@@ -496,7 +496,7 @@ def backward_kv(
     args = arguments(at, q, k, v, start)
     dk, dv = (t.new_empty(at.grid[1], *t.shape, dtype=torch.float32) for t in (k, v))
     launcher(nsa_flash_dkv_sm90, at.grid)(
-        **args, d_out=sm90.box(rows.d_out, args["q"].block_shape), rows=rows, dk=dk, dv=dv,
+        **args, d_out=launch.gluon_box(rows.d_out, args["q"].block_shape), rows=rows, dk=dk, dv=dv,
         scale=scale,
     )  # fmt: skip
     return dk, dv

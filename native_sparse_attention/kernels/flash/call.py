@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..common import launch, sm90
+from ..common import launch
 from ..common.launch import BackwardInputs, KVRange, Layout, RangeFacts, cdiv, layout
-from ..common.overrides import requested_sizes
 from ..common.primitives import BEHIND, CAUSAL_WINDOW, LOCAL_BLOCKS
 
 # numbers of a KV range and of the local blocks within it; a key covers `unit` tokens
@@ -83,8 +82,8 @@ def supports_sm90(kernel: str, call: Facts) -> bool:
     tile config, disables the kernel."""
     q, k, v, kv_range, inner = call.q, call.k, call.v, call.kv_range, call.inner
     wanted = launch.override.get("flash_sm90")
-    tiled = requested_sizes(kernel if kv_range.wide else f"window.{kernel}")
-    if wanted is False or tiled or not sm90.available(q):
+    tiled = launch.requested_sizes(kernel if kv_range.wide else f"window.{kernel}")
+    if wanted is False or tiled or not launch.supports_gluon(q):
         return False
     kinds = kv_range.kind in (BEHIND.value, CAUSAL_WINDOW.value, LOCAL_BLOCKS.value)
     plain = not (call.sinks or kv_range.has_starts or kv_range.has_documents or kv_range.has_cap)
@@ -94,7 +93,7 @@ def supports_sm90(kernel: str, call: Facts) -> bool:
     if not (kinds and plain and within and sizes and whole and call.positive):
         return False
     tiles, lines = query_tiles(call)
-    if not wanted and tiles * lines < LEAST_HOPPER_TILES * sm90.multiprocessors(q.device):
+    if not wanted and tiles * lines < LEAST_HOPPER_TILES * launch.multiprocessors(q.device):
         return False
     prefixed = (BEHIND.value, False), (LOCAL_BLOCKS.value, True)
     if call.prefix is None:

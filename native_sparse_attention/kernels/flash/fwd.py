@@ -304,7 +304,7 @@ def arguments(q: Tensor, k: Tensor, v: Tensor, kv_range: KVRange, at: Plan) -> d
     return dict(
         q=strided(q), k=keys, v=values, starts=kv_range.starts, documents=kv_range.documents,
         start=kv_range.start, T=q.shape[1], N=k.shape[1], K=k.shape[2],
-        cap=launch.cap(kv_range.soft_cap)["cap"], **at.args,
+        cap=launch.cap(kv_range.soft_cap), **at.args,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common import launch, sm90
+from ..common import launch
 from ..common.gluon_sm90 import (
     at_named_barrier,
     barriers,
@@ -479,7 +479,7 @@ def plan(kernel: str, call: Facts, _tuning: Any) -> Plan:
     else:
         tiles, lines = query_tiles(call)
         # one program fills a multiprocessor
-        grid = (min(tiles * lines, sm90.multiprocessors(call.q.device)),)
+        grid = (min(tiles * lines, launch.multiprocessors(call.q.device)),)
         prefix = call.prefix and call.prefix[0]
         each = int(prefix is not None and prefix.shape[0] > 1 and prefix.stride[0] > 0)
         lengths = dict(tiles=tiles, B=B, each=each, P=0 if prefix is None else prefix.shape[1])
@@ -491,8 +491,8 @@ def arguments(at: Plan, q: Tensor, k: Tensor, v: Tensor, start: int) -> dict[str
     groups, D = at.args["F"].G, q.shape[-1]
     keys = [1, KEYS.value, 1, D]
     return dict(
-        q=sm90.box(q, [1, ROWS.value // groups, groups, D]), k=sm90.box(k, keys),
-        v=sm90.box(v, keys), start=start, T=q.shape[1], N=k.shape[1], **at.args,
+        q=launch.gluon_box(q, [1, ROWS.value // groups, groups, D]), k=launch.gluon_box(k, keys),
+        v=launch.gluon_box(v, keys), start=start, T=q.shape[1], N=k.shape[1], **at.args,
     )  # fmt: skip
 
 
@@ -502,7 +502,7 @@ def prefix_boxes(args: dict[str, Any], prefix: tuple[Tensor, Tensor] | None) -> 
     if prefix is None:
         return dict(pk=args["k"], pv=args["v"])
     rows = (t if t.stride(0) else t[0][None] for t in prefix)
-    pk, pv = (sm90.box(t, args["k"].block_shape) for t in rows)
+    pk, pv = (launch.gluon_box(t, args["k"].block_shape) for t in rows)
     return dict(pk=pk, pv=pv)
 
 
@@ -521,7 +521,7 @@ def forward(
     outputs = launch.empty_outputs(q, v)
     inner_outputs = () if call.inner is None else launch.empty_outputs(q, v)
     args = arguments(at, q, k, v, start)
-    boxes = [sm90.box(t, args["q"].block_shape) for t in (outputs[0], *inner_outputs[:1])]
+    boxes = [launch.gluon_box(t, args["q"].block_shape) for t in (outputs[0], *inner_outputs[:1])]
     inner_lse = inner_outputs[1] if inner_outputs else None
     launcher(nsa_flash_fwd_sm90, at.grid)(
         **args, **prefix_boxes(args, prefix), out=boxes[0], inner_out=boxes[-1],

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import combine
-from ..common import launch, sm90, streams
+from ..common import launch, streams
 from ..common.launch import (
     Accumulator,
     BackwardInputs,
@@ -167,7 +167,7 @@ def plan_forward(inputs: Inputs) -> ForwardPlan | None:
     if not selection.block_indices.numel():
         return None
     shared = None
-    if sm90.available(q):
+    if launch.supports_gluon(q):
         from . import union_sm90
 
         shared = union_sm90.allocate_shared(inputs)

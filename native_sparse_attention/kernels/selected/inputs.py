@@ -95,12 +95,13 @@ class Inputs:
     def facts(self) -> Facts:
         q, k, v, selection = self.q, self.k, self.v, self.selection
         (B, T, H, D), (S, K), (R, n) = q.shape, k.shape[1:3], selection.block_indices.shape[2:]
+        layouts = [launch.layout(t) for t in (q, k, v)]
         return Facts(
             B, T, S, H, K, D, v.shape[-1], R, n, selection.s, selection.stride, selection.aligned,
             q.dtype, selection.diagonal, selection.starts is not None,
             selection.documents is not None and not selection.causal,
             selection.soft_cap is not None, selection.gates is not None, self.scale > 0,
-            launch.supports_tma(launch.layout(k), launch.layout(v)), launch.wide(q, k, v),
+            launch.supports_tma(*layouts[1:]), launch.has_wide_offsets(*layouts),
             launch.tuning(),
         )  # fmt: skip
 
@@ -114,10 +115,6 @@ class Inputs:
         return (
             sizes and at.whole and plain and at.tma and launch.supports_tma(launch.layout(self.q))
         )
-
-    def cap(self, in_log2: bool) -> float:
-        """The soft cap of logits, in units of log2 or not."""
-        return launch.cap(self.selection.soft_cap, in_log2=in_log2)["cap"]
 
     def index(self, blocks: Tensor | None = None, counts: Tensor | None = None) -> Index:
         selection = self.selection

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common import launch, sm90
+from ..common import launch
 from ..common.launch import (
     ENOUGH_PROGRAMS,
     LOG2_E,
@@ -336,7 +336,7 @@ def nsa_selected_reduce_dq(
 
 def gluon_kernels(inputs: Inputs) -> Any:
     """The module of the Gluon backward if it supports a call, else None."""
-    if not sm90.available(inputs.q):
+    if not launch.supports_gluon(inputs.q):
         return None
     from . import key_major_sm90
 
@@ -431,7 +431,7 @@ def forward(
         launcher(nsa_selected_fwd_key_major, (len(block_csr.owner),))(
             **arguments(inputs, block_csr, at), partial_out=partials[0], partial_lse=partials[1],
             first=block_csr.first, length=length, scale_log2=inputs.scale * LOG2_E,
-            cap=inputs.cap(in_log2=True),
+            cap=launch.cap(inputs.selection.soft_cap),
         )  # fmt: skip
         grid, flipped = launch.grid(cdiv(length * facts.H, REDUCE_ROWS), facts.B)
         settings = Reduction(
@@ -458,22 +458,22 @@ def backward(
     `pair_tokens` tokens, more than one only on Hopper and without dq."""
     q, facts, tiles = inputs.q, inputs.facts, key_tiles(inputs)
     B, K, s, n, D, E = facts.B, facts.K, facts.s, facts.n, facts.D, facts.E
-    dq_args, gluon = None if dq is None else dq.arguments(), gluon_kernels(inputs)
+    (dq_out, add), gluon = (None, False) if dq is None else dq.next_launch(), gluon_kernels(inputs)
     for block_csr in block_csrs:
         heads, length = block_csr.heads, block_csr.length
         partial_dq, num_groups = None, heads * (facts.R // K)
-        if dq_args is not None:
+        if dq_out is not None:
             partial_dq = q.new_empty(B * length * num_groups * n * tiles * facts.G, D)
         partials = [d.new_empty(block_csr.num_partials, s, d.shape[-1]) for d in (dk, dv)]
         if gluon is not None:
             gluon.backward(inputs, bwd, dk, dv, partials, partial_dq, block_csr, pair_tokens)
         else:
-            at = plan("backward", facts, length, heads, dq_args is not None, bwd.gated)
+            at = plan("backward", facts, length, heads, dq_out is not None, bwd.gated)
             launcher(nsa_selected_bwd_key_major, (len(block_csr.owner), tiles))(
                 **arguments(inputs, block_csr, at), bwd=Backward(bwd.d_out, bwd.lse, bwd.delta),
                 partial_dq=partial_dq, dk=dk, dv=dv, partial_dk=partials[0],
                 partial_dv=partials[1], head=block_csr.head, heads=heads,
-                scale=inputs.scale, cap=inputs.cap(in_log2=False),
+                scale=inputs.scale, cap=launch.cap(inputs.selection.soft_cap, log2=False),
             )  # fmt: skip
         blocks = B * heads * facts.C
         enough = blocks >= ENOUGH_PROGRAMS
@@ -484,14 +484,14 @@ def backward(
             dk, dv, *partials, block_csr.partial_offsets, facts.S, facts.C, block_csr.head, heads,
             settings,
         )  # fmt: skip
-        if dq_args is not None:
+        if dq_out is not None:
             grid, flipped = launch.grid(cdiv(length * num_groups * facts.G, REDUCE_ROWS), B)
             settings = Reduction(
                 facts.R, facts.G, num_groups, tiles, D, launch.padded(D), REDUCE_ROWS, 0,
-                dq_args["ADD"], False, flipped,
+                add, False, flipped,
             )  # fmt: skip
             launcher(nsa_selected_reduce_dq, grid)(
-                partial_dq, block_csr.pair_indices, dq_args["dq"], facts.T, n, block_csr.first,
+                partial_dq, block_csr.pair_indices, dq_out, facts.T, n, block_csr.first,
                 length, block_csr.head * (facts.R // K), settings,
             )  # fmt: skip
         del partial_dq, partials

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common import launch, sm90
+from ..common import launch
 from ..common.gluon_sm90 import (
     at_named_barrier,
     barriers,
@@ -41,7 +41,6 @@ from ..common.gluon_sm90 import (
     thread_barrier,
 )
 from ..common.launch import BackwardInputs, cdiv, next_power_of_2
-from ..common.overrides import requested_sizes
 from ..common.precompile import launcher
 from .csr import BlockCSR
 from .inputs import Facts, Inputs, strides
@@ -342,7 +341,7 @@ def is_supported(inputs: Inputs) -> bool:
     """Whether the kernel supports a call; never with a tile config of the caller or with
     `launch.using({"key_major_sm90": False})`."""
     q, G, allowed = inputs.q, inputs.facts.G, launch.override.get("key_major_sm90", True)
-    if not allowed or requested_sizes("key_major.backward") or not sm90.available(q):
+    if not allowed or launch.requested_sizes("key_major.backward") or not launch.supports_gluon(q):
         return False
     if ROWS.value < G or not 0 < inputs.selection.block_indices.numel() < 1 << 31:
         return False
@@ -391,10 +390,10 @@ def backward(
     num_tiles, box = len(block_csr.owner), [1, KEYS.value, 1, facts.D]
     q_argument: Any = (q, bwd.d_out)
     if not F.BY_ROW:
-        q_argument = (sm90.box(t, [1, tokens, F.GROUP, WIDTH.value]) for t in q_argument)
+        q_argument = (launch.gluon_box(t, [1, tokens, F.GROUP, WIDTH.value]) for t in q_argument)
     q_argument, do_argument = q_argument
     launcher(nsa_selected_bwd_key_major_sm90, (cdiv(num_tiles, 2),))(
-        q=q_argument, k=sm90.box(k, box), v=sm90.box(v, box), d_out=do_argument,
+        q=q_argument, k=launch.gluon_box(k, box), v=launch.gluon_box(v, box), d_out=do_argument,
         strides=strides(q), lse=bwd.lse, delta=bwd.delta, partial_dq=partial_dq,
         gradients=Gradients(dk, dv, *partials), csr=block_csr.group,
         tile_pairs=block_csr.tile_pairs, num_tiles=num_tiles, head=block_csr.head, T=facts.T,

@@ -404,7 +404,7 @@ def forward(
         launcher(nsa_selected_fwd_query_major, at.grid)(
             **arguments(inputs, at, unions), norms=norms, out=out, lse=lse,
             combine=combine_group(combine_inputs), scale_log2=inputs.scale * LOG2_E,
-            cap=inputs.cap(in_log2=True),
+            cap=launch.cap(inputs.selection.soft_cap),
         )  # fmt: skip
 
     if unions is None or is_rare:
@@ -426,14 +426,15 @@ def backward_q(
     d_gates = None
     if selection.gates is not None:
         d_gates = q.new_zeros(*q.shape[:3], n, dtype=torch.float32)
-    dq_args = dq.arguments()
+    dq_out, add = dq.next_launch()
     for is_union in (False,) if unions is None else (False, True):
         at = plan(
             "dq", inputs.facts, None if unions is None else unions.sizes, is_union,
-            add=dq_args["ADD"], gated=bwd.gated,
+            add=add, gated=bwd.gated,
         )  # fmt: skip
         launcher(nsa_selected_dq_query_major, at.grid)(
             **arguments(inputs, at, unions), bwd=Backward(bwd.d_out, bwd.lse, bwd.delta),
-            dq=dq_args["dq"], d_gates=d_gates, scale=inputs.scale, cap=inputs.cap(in_log2=False),
+            dq=dq_out, d_gates=d_gates, scale=inputs.scale,
+            cap=launch.cap(inputs.selection.soft_cap, log2=False),
         )  # fmt: skip
     return None if d_gates is None else d_gates.unflatten(2, (R, -1)).sum(3)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mma_v2,
 )
 
-from ..common import launch, sm90
+from ..common import launch
 from ..common.gluon_sm90 import (
     at_named_barrier,
     barriers,
@@ -35,7 +35,6 @@ from ..common.gluon_sm90 import (
     thread_barrier,
 )
 from ..common.launch import LOG2_E, CombineInputs
-from ..common.overrides import requested_sizes
 from ..common.precompile import launcher
 from ..common.primitives import LARGEST_BOUND
 from . import union
@@ -286,14 +285,15 @@ def is_supported(inputs: Inputs) -> bool:
     config of the caller, the kernel never runs."""
     q, at, selection = inputs.q, inputs.facts, inputs.selection
     allowed = launch.override.get("union_sm90")
-    if allowed is False or requested_sizes("query_major.forward") or not sm90.available(q):
+    tiled = launch.requested_sizes("query_major.forward")
+    if allowed is False or tiled or not launch.supports_gluon(q):
         return False
     rows = launch.FEW_ROWS <= at.rows <= ROWS
     if at.stride > 1:  # a tile starts at an aligned group of tokens
         rows = rows and ROWS % at.stride == 0 and not at.ragged
         rows = rows and selection.start % at.stride == 0
     slots = 0 < at.n <= MAX_SLOTS and at.S // at.s < MAX_BLOCKS
-    least = 0 if allowed else MIN_TILES_PER_SM * sm90.multiprocessors(q.device)
+    least = 0 if allowed else MIN_TILES_PER_SM * launch.multiprocessors(q.device)
     enough = at.B * at.R * (at.T // (MEMBERS * at.stride)) >= least
     return rows and slots and enough and inputs.suits_gluon
 
@@ -323,9 +323,10 @@ def forward(
         at.K, at.R, at.G, at.s, WARPS, union.CHUNK, CHUNKS, SLICE, REGISTERS, norms is not None,
         add, combine_inputs is not None,
     )  # fmt: skip
+    keys, values = (launch.gluon_box(t, box) for t in (inputs.k, inputs.v))
     # a program fills a multiprocessor
-    launcher(nsa_selected_fwd_union_sm90, (min(tiles, sm90.multiprocessors(q.device)),))(
-        sm90.box(q, q_box), sm90.box(inputs.k, box), sm90.box(inputs.v, box), norms, unions.blocks,
-        unions.counts, out, lse, combine_group(combine_inputs), at.T, unions.limit, unions.groups,
-        tiles, inputs.scale * LOG2_E, settings, num_warps=WARPS,
+    launcher(nsa_selected_fwd_union_sm90, (min(tiles, launch.multiprocessors(q.device)),))(
+        launch.gluon_box(q, q_box), keys, values, norms, unions.blocks, unions.counts, out, lse,
+        combine_group(combine_inputs), at.T, unions.limit, unions.groups, tiles,
+        inputs.scale * LOG2_E, settings, num_warps=WARPS,
     )  # fmt: skip

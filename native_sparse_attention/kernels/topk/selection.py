@@ -124,7 +124,7 @@ def select_blocks(
     else:
         windows = dict(
             ck=strided(ck), W=ck.shape[1], scale_log2=config.scale_of(q.shape[-1]) * launch.LOG2_E,
-            cap=launch.cap(config.soft_cap)["cap"],
+            cap=launch.cap(config.soft_cap),
         )  # fmt: skip
         if lse is None and lse_plan is not None:
             lse = q.new_empty(q.shape[:3], dtype=torch.float32)

@@ -273,9 +273,9 @@ def backward(
 
 def block_sizes(config: AttentionConfig) -> Any:
     """A context in which kernels launch with the tile sizes of the settings."""
-    from ...kernels.common import overrides
+    from ...kernels.common import launch
 
-    return overrides.sized(flat(config.block_sizes))
+    return launch.sized(flat(config.block_sizes))
 
 
 # the compressed branch or the window alone: each query sees one KV range
