@@ -16,15 +16,15 @@ from native_sparse_attention.kernels.selected import csr, key_major_sm90
 if not launch.triton_is_known():
     pytest.skip("its kernels are not known to run with this Triton", allow_module_level=True)
 
-from native_sparse_attention.kernels.flash import bwd_sm90, fwd_sm90
+from native_sparse_attention.kernels.flash import flash_sm90
 from native_sparse_attention.kernels.selected import union_sm90
 
 pytestmark = MARKS
 BF16 = torch.bfloat16
 LAUNCHES = {
-    "flash.forward": (fwd_sm90, "forward"),
-    "flash.dq": (bwd_sm90, "backward_q"),
-    "flash.dkv": (bwd_sm90, "backward_kv"),
+    "flash.forward": (flash_sm90, "forward"),
+    "flash.dq": (flash_sm90, "backward_q"),
+    "flash.dkv": (flash_sm90, "backward_kv"),
     "key_major.backward": (key_major_sm90, "backward"),
     "union.forward": (union_sm90, "forward"),
 }

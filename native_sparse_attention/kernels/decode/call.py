@@ -1,7 +1,7 @@
 """Inputs of a decode step, and the argument groups of its kernels.
 
-The host never reads a sequence length from the device. What a kernel is compiled for (`Settings`,
-`Ranking`) depends on the layer's settings and on shapes only, so plans are cached.
+The host never reads a sequence length from the device. What a kernel is compiled for (`Settings`)
+depends on the layer's settings and on shapes only, so plans are cached.
 """
 
 from __future__ import annotations
@@ -37,16 +37,13 @@ Tensors = namedtuple(
     "cq q k v window_k window_v ck cv mem_k mem_v gates sinks cache work out heads scale_log2 cap",
 )
 
-# compile-time settings of both kernels; PAGE_SIZE is 0 without a page table
+# compile-time settings of both kernels; PAGE_SIZE is 0 without a page table. A stored score covers
+# SPAN tokens, one every PITCH. RANKED_LOCAL are the local blocks, at least the query's own
 Settings = namedtuple(
     "Settings",
-    "l d s w BLOCK_S TOPN INITIAL LOCAL STRIDE PROBS G RANKS_PER_KV D BLOCK_D E BLOCK_E CAP SINKS "
-    "HAS_COUNTS PAGE_SIZE WINDOWS_PER_PAGE COUNTERS",
+    "d s w BLOCK_S TOPN INITIAL LOCAL STRIDE PROBS G RANKS_PER_KV D BLOCK_D E BLOCK_E CAP SINKS "
+    "HAS_COUNTS PAGE_SIZE WINDOWS_PER_PAGE COUNTERS SPAN PITCH RANKED_LOCAL INTERPOLATED",
 )
-# compile-time settings of a ranking. A stored score covers `l` tokens, one every `d`. LOCAL counts
-# the query's own block
-Ranking = namedtuple("Ranking", "l d s BLOCK_S INITIAL LOCAL PROBS INTERPOLATED")
-
 # what a plan depends on besides the settings. `tokens` and `windows` are what the storage of one
 # sequence holds; 1 page, of size 0, without a page table
 Shape = namedtuple(
@@ -71,9 +68,7 @@ def window_blocks(config: AttentionConfig, one_softmax: bool) -> int:
     return (config.sliding_window_size + s - 1) // s + 1
 
 
-def compile_time(
-    shape: Shape, config: AttentionConfig, n: int, block_windows: int = 0
-) -> tuple[Settings, Ranking]:
+def compile_time(shape: Shape, config: AttentionConfig, n: int, block_windows: int = 0) -> Settings:
     """The compile-time settings of a step that selects n blocks; a stored score is that of
     `block_windows` windows, a whole block, unless this is 0."""
     s, w, local = config.selection_block_size, config.sliding_window_size, config.num_local_blocks
@@ -82,18 +77,13 @@ def compile_time(
     probs, block_s = n > 0 and config.importance == "probs", launch.padded(s)
     ranks = shape.K if config.query_heads_share_selected_kv else shape.H
     l, d = (s, s) if block_windows else (config.compress_block_size, config.d)
-    ranking = Ranking(
-        l, d, s, block_s, config.num_initial_blocks, max(1, local), probs,
-        config.interpolated_importance_score,
-    )  # fmt: skip
-    settings = Settings(
-        config.compress_block_size, config.d, s, w, block_s, n, config.num_initial_blocks, local,
+    return Settings(
+        config.d, s, w, block_s, n, config.num_initial_blocks, local,
         config.selection_stride, probs, shape.H // shape.K, ranks // shape.K, shape.D,
         launch.padded(shape.D), shape.E, launch.padded(shape.E), config.soft_cap is not None,
         shape.has_sinks, shape.has_counts, shape.page_size, shape.page_size // config.d,
-        COUNTERS=8,
+        8, l, d, max(1, local), config.interpolated_importance_score,
     )  # fmt: skip
-    return settings, ranking
 
 
 class Plan(NamedTuple):

@@ -144,7 +144,7 @@ def nsa_decode_persistent(
     cq, q, k, v, window_k, window_v, ck, cv, mem_k, mem_v, gates, sinks, cache, work, out, heads,
     scale_log2, cap, B, T, W, MEMORY, PAGES, TILES, CMP_SPLITS, CMP_PARTIALS, PROB_SPLITS,
     WINDOW_SPLITS, WINDOW_SPLIT_BLOCKS, SELECTED_SPLITS, SELECTED_SPLIT_BLOCKS, REDUCE_PROGRAMS,
-    RANK_PROGRAMS, SCORE_COLUMNS, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
+    RANK_PROGRAMS, SCORE_COLUMNS, S: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """One decode step: T new tokens of B sequences attend over a KV cache.
 
@@ -205,10 +205,10 @@ def nsa_decode_persistent(
                     producers = PROB_SPLITS * T * RANKS_PER_KV
                 if P.RANK_SPLIT_BLOCKS > 0:
                     rank_blocks_split(
-                        scores, call, ready, producers, stage_split, b, r, t, step, S, P, R
+                        scores, call, ready, producers, stage_split, b, r, t, step, S, P
                     )
                 else:
-                    rank_blocks(scores, call, ready, producers, b, r, t, step, S, P, R)
+                    rank_blocks(scores, call, ready, producers, b, r, t, step, S, P)
                 arrive(own_counters + RANKING_DONE)
         if split >= 0:
             producers = RANK_PROGRAMS * T * RANKS_PER_KV
@@ -314,7 +314,7 @@ def plan(
     ranks = K if config.query_heads_share_selected_kv else H
     # with importance="max" the largest score of a block is stored
     per_block = s // d if config.importance == "max" and s > d else 0
-    settings, ranking = compile_time(shape, config, n, per_block)
+    settings = compile_time(shape, config, n, per_block)
     score_mode = SCORES_SUM
     if n == 0:
         score_mode = SCORES_NONE
@@ -399,7 +399,7 @@ def plan(
         nsa_decode_persistent, programs, partials,
         (score_heads[score_mode.value], step.SCORE_COLUMNS),
         (ranks, W) if settings.PROBS else None, (B, T, ranks, n),
-        step._asdict() | dict(S=settings, P=constants, R=ranking),
+        step._asdict() | dict(S=settings, P=constants),
         dict(num_warps=window_tile.num_warps),
     )  # fmt: skip
 

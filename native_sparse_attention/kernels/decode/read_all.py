@@ -139,9 +139,7 @@ def write_partials(
 
 
 @triton.jit
-def select_partials(
-    scores, scratch, position, FIRST_BLOCK, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr
-):
+def select_partials(scores, scratch, position, FIRST_BLOCK, S: tl.constexpr, P: tl.constexpr):
     """Select the partial results of KV blocks that the token at `position` reads.
 
     Returns codes [PARTIALS]: code FIRST_BLOCK + i is 4 c + 2 (block c is selected) + 1 (block c
@@ -152,13 +150,13 @@ def select_partials(
     UNRANKED: tl.constexpr = P.BLOCKS if P.BLOCKS > S.TOPN else S.TOPN
     rank = tl.full([P.BLOCKS], UNRANKED, tl.int32)
     if S.TOPN > 0:
-        candidate_end = candidates_end(position, NEVER, R.LOCAL, S.d, S.s, True)
+        candidate_end = candidates_end(position, NEVER, S.RANKED_LOCAL, S.d, S.s, True)
         is_candidate = (c >= S.INITIAL) & (c < candidate_end)
         # loops of one iteration: the compiler computes the result of a `while` once, and not again
         # for each layout in which it is used
         keys, again = tl.full([P.BLOCKS], NO_KEY, tl.int64), 1
         while again > 0:
-            keys = block_sort_keys(scores, c, candidate_end, position // S.d, R)
+            keys = block_sort_keys(scores, c, candidate_end, position // S.d, S)
             again -= 1
         again = 1
         while again > 0:
@@ -178,7 +176,7 @@ def select_partials(
 @triton.jit
 def reduce_and_combine(
     call, scores_ready, score_programs, partials_ready, partial_programs, reduce_started,
-    reduce_tile, b, t, h, B, W, FIRST_BLOCK, S: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
+    reduce_tile, b, t, h, B, W, FIRST_BLOCK, S: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Reduce the partial results: `out = g_cmp cmp + g_sel sel + g_win win`.
 
@@ -209,7 +207,7 @@ def reduce_and_combine(
         if phase == 1:
             if S.TOPN > 0:
                 wait(scores_ready, score_programs)
-            code = select_partials(token_scores, scratch, position, FIRST_BLOCK, S, P, R)
+            code = select_partials(token_scores, scratch, position, FIRST_BLOCK, S, P)
         is_sel, is_win = code & 2 > 0, (code & 1 > 0) | is_boundary
         partial = tl.where(slot < FIRST_BLOCK, slot, FIRST_BLOCK + (code >> 2))
         mask = valid & (is_cmp | is_sel | is_win)[None] & (phase == 1)
@@ -227,7 +225,7 @@ def reduce_and_combine(
 def nsa_decode_read_all(
     cq, q, k, v, window_k, window_v, ck, cv, mem_k, mem_v, gates, sinks, cache, work, out, heads,
     scale_log2, cap, B, W, N, MEMORY, CMP_SPLITS, MEM_SPLITS, NUM_BLOCKS, S: tl.constexpr,
-    P: tl.constexpr, R: tl.constexpr,
+    P: tl.constexpr,
 ):  # fmt: skip
     """One decode step over a short KV cache: T new tokens of B sequences.
 
@@ -258,7 +256,7 @@ def nsa_decode_read_all(
         started_before = reduce_and_combine(
             call, own_counters + SCORES_DONE, T * CMP_SPLITS, own_counters + PARTIALS_DONE,
             T * partial_programs, own_counters + REDUCE_STARTED, program - partial_programs, b, t,
-            h, B, W, FIRST_BLOCK, S, P, R,
+            h, B, W, FIRST_BLOCK, S, P,
         )  # fmt: skip
         if started_before == T * ROW_TILES * COLUMN_TILES - 1:  # no program waits any more
             tl.store(own_counters + tl.arange(0, S.COUNTERS), 0)
@@ -281,7 +279,7 @@ def plan(shape: Shape, config: AttentionConfig, has_wide_offsets: bool) -> Plan 
     """The launch of a step; None where this kernel cannot run it, or the cache is too long."""
     B, T, K, E, s = shape.B, shape.T, shape.K, shape.E, config.selection_block_size
     n = config.num_selected_blocks if shape.windows else 0
-    settings, ranking = compile_time(shape, config, n)
+    settings = compile_time(shape, config, n)
     is_max = config.importance == "max" and s > config.d
     is_summed = n == 0 or (config.query_heads_share_selected_kv and not settings.PROBS)
     if shape.one_softmax or is_max or config.selection_stride > 1 or shape.has_window:
@@ -311,6 +309,6 @@ def plan(shape: Shape, config: AttentionConfig, has_wide_offsets: bool) -> Plan 
     )  # fmt: skip
     return Plan(
         nsa_decode_read_all, programs, cmp + memory + 1 + blocks, (K, shape.windows), None,
-        (programs, partials), numbers | dict(S=settings, P=tiles, R=ranking),
+        (programs, partials), numbers | dict(S=settings, P=tiles),
         dict(num_warps=4, maxnreg=MAX_REGISTERS),
     )  # fmt: skip

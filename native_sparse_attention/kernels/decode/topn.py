@@ -1,5 +1,4 @@
-"""Ranking of KV blocks in a decode step: block scores from window scores, and the top-n blocks.
-R (`call.Ranking`) has what it depends on."""
+"""Ranking of KV blocks in a decode step: block scores from window scores, and the top-n blocks."""
 
 import triton
 import triton.language as tl
@@ -79,45 +78,49 @@ def window_overlaps(c, j, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr):
 
 
 @triton.jit
-def block_scores(scores, c, window_end, R: tl.constexpr):
+def block_scores(scores, c, window_end, S: tl.constexpr):
     """Scores [C] of blocks c from the scores of the windows before `window_end`."""
-    WINDOWS_PER_BLOCK: tl.constexpr = R.s // R.d if R.s > R.d else 1
-    NEIGHBOURS: tl.constexpr = 1 if R.INTERPOLATED else 0
+    WINDOWS_PER_BLOCK: tl.constexpr = S.s // S.PITCH if S.s > S.PITCH else 1
+    NEIGHBOURS: tl.constexpr = 1 if S.INTERPOLATED else 0
     WINDOWS_READ: tl.constexpr = (
-        (R.l + R.s - 1) // R.d if R.PROBS and R.s >= R.d else WINDOWS_PER_BLOCK + NEIGHBOURS
+        (S.SPAN + S.s - 1) // S.PITCH
+        if S.PROBS and S.s >= S.PITCH
+        else WINDOWS_PER_BLOCK + NEIGHBOURS
     )
     total = tl.zeros([c.shape[0]], tl.float32)
     # interpolation sums differences from the first score, so that blocks of equal window scores
     # get equal scores
     origin, count = total, total
-    if R.INTERPOLATED:
-        window = tl.minimum(first_window(c, R.d, R.s), window_end - 1)
+    if S.INTERPOLATED:
+        window = tl.minimum(first_window(c, S.PITCH, S.s), window_end - 1)
         origin = tl.load(scores + window, mask=window >= 0, other=0.0)
     for j in tl.static_range(-NEIGHBOURS, WINDOWS_READ):
-        window = first_window(c, R.d, R.s) + j
-        if R.PROBS:
-            weight = tl.where(window < window_end, window_overlaps(c, j, R.l, R.d, R.s), 0.0)
+        window = first_window(c, S.PITCH, S.s) + j
+        if S.PROBS:
+            weight = tl.where(window < window_end, window_overlaps(c, j, S.SPAN, S.PITCH, S.s), 0.0)
         else:
-            weight = window_weight(c, j, window_end + c * 0, R.d, R.s, R.BLOCK_S, R.INTERPOLATED)
+            weight = window_weight(
+                c, j, window_end + c * 0, S.PITCH, S.s, S.BLOCK_S, S.INTERPOLATED
+            )
         window = tl.minimum(tl.maximum(window, 0), window_end - 1)
         score = tl.load(scores + window, mask=window >= 0, other=0.0)
-        if R.INTERPOLATED:
+        if S.INTERPOLATED:
             score -= origin
             count += weight
         total += weight * score
-    if R.INTERPOLATED:
+    if S.INTERPOLATED:
         total += origin * count
     return total
 
 
 @triton.jit
-def block_sort_keys(scores, c, end, window_end, R: tl.constexpr):
+def block_sort_keys(scores, c, end, window_end, S: tl.constexpr):
     """Sort keys of blocks c: distinct integers in the order of the scores.
 
     Candidates are blocks INITIAL .. end - 1; the others get NO_KEY."""
-    is_candidate = (c >= R.INITIAL) & (c < end)
-    clamped = tl.where(is_candidate, c, R.INITIAL)
-    score = block_scores(scores, clamped, window_end, R)
+    is_candidate = (c >= S.INITIAL) & (c < end)
+    clamped = tl.where(is_candidate, c, S.INITIAL)
+    score = block_scores(scores, clamped, window_end, S)
     return tl.where(is_candidate, sort_keys(score, c), NO_KEY)
 
 
@@ -170,20 +173,20 @@ def merge_by_warps(candidates, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr):
 @triton.jit
 def best_blocks(
     scores, end, window_end, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr, R: tl.constexpr,
+    DEPTH: tl.constexpr, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """The top-n [1, PADDED_TOPN] of blocks INITIAL .. end - 1, and whether it must be redone.
 
     It must be redone if a column of candidates may have dropped one of the top n. The scores of
     CHUNKS chunks are loaded before the first chunk is merged."""
     candidates = start(1, PADDED_TOPN, COLUMNS, DEPTH)
-    for c0 in range(R.INITIAL // (CHUNKS * BLOCK_N) * (CHUNKS * BLOCK_N), end, CHUNKS * BLOCK_N):
+    for c0 in range(S.INITIAL // (CHUNKS * BLOCK_N) * (CHUNKS * BLOCK_N), end, CHUNKS * BLOCK_N):
         tiles = ()
         for i in tl.static_range(CHUNKS):
             c = chunk_blocks(c0 + i * BLOCK_N, BLOCK_N, COLUMNS)
-            is_candidate = (c >= R.INITIAL) & (c < end)
-            clamped = tl.where(is_candidate, c, R.INITIAL)
-            score = block_scores(scores, clamped, window_end, R)
+            is_candidate = (c >= S.INITIAL) & (c < end)
+            clamped = tl.where(is_candidate, c, S.INITIAL)
+            score = block_scores(scores, clamped, window_end, S)
             tiles += (tl.where(is_candidate, score, NO_SCORE)[None],)
         for i in tl.static_range(CHUNKS):
             c = chunk_blocks(c0 + i * BLOCK_N, BLOCK_N, COLUMNS)
@@ -209,7 +212,6 @@ def write_block_indices(
 @triton.jit
 def rank_blocks(
     scores, call, ready, producers, b, r, t, step, S: tl.constexpr, P: tl.constexpr,
-    R: tl.constexpr,
 ):  # fmt: skip
     """Rank the blocks of one token.
 
@@ -225,21 +227,21 @@ def rank_blocks(
     row = (b * step.T + t) * call.heads.RANKS + r
     leader = position // S.STRIDE * S.STRIDE
     if (leader == position) & (t < count):
-        window_end = tl.minimum(position // R.d, step.SCORE_COLUMNS)
-        end = candidates_end(position, NEVER, R.LOCAL, R.d, R.s, True)
+        window_end = tl.minimum(position // S.PITCH, step.SCORE_COLUMNS)
+        end = candidates_end(position, NEVER, S.RANKED_LOCAL, S.PITCH, S.s, True)
         token_scores = scores + row * step.SCORE_COLUMNS
         for phase in range(first_phase(ready, producers, P.WARMUP), 2):
             if phase == 1:
                 wait(ready, producers)
             ranking, missed = best_blocks(
-                token_scores, tl.where(phase == 1, end, tl.minimum(end, R.INITIAL + 1)), window_end,
-                P.RANK_CHUNKS, P.RANK_N, P.RANK_COLUMNS, P.RANK_DEPTH, S.TOPN, P.PADDED_TOPN, R,
+                token_scores, tl.where(phase == 1, end, tl.minimum(end, S.INITIAL + 1)), window_end,
+                P.RANK_CHUNKS, P.RANK_N, P.RANK_COLUMNS, P.RANK_DEPTH, S.TOPN, P.PADDED_TOPN, S,
             )  # fmt: skip
             if P.RANK_DEPTH < S.TOPN and P.RANK_COLUMNS > 0:  # noqa: SIM102
                 if missed > 0:
                     ranking, missed = best_blocks(
                         token_scores, end, window_end, 1, P.RANK_MERGE_N, 0, 0, S.TOPN,
-                        P.PADDED_TOPN, R,
+                        P.PADDED_TOPN, S,
                     )  # fmt: skip
             ranking = tl.reshape(tl.where(ranking == NO_BLOCK, -1, ranking), [P.PADDED_TOPN])
             for j in range(S.STRIDE):
@@ -261,7 +263,6 @@ def rank_blocks(
 @triton.jit
 def rank_blocks_split(
     scores, call, ready, producers, split, b, r, t, step, S: tl.constexpr, P: tl.constexpr,
-    R: tl.constexpr,
 ):  # fmt: skip
     """Rank RANK_SPLIT_BLOCKS blocks of one token against all blocks.
 
@@ -275,9 +276,9 @@ def rank_blocks_split(
     count = tl.load(call.cache.counts + b).to(tl.int32) if S.HAS_COUNTS else step.T
     row, position = (b * step.T + t) * call.heads.RANKS + r, length + t
     if t < count:
-        window_end = tl.minimum(position // R.d, step.SCORE_COLUMNS)
+        window_end = tl.minimum(position // S.PITCH, step.SCORE_COLUMNS)
         token_scores = scores + row * step.SCORE_COLUMNS
-        all_end = candidates_end(position, NEVER, R.LOCAL, R.d, R.s, True)
+        all_end = candidates_end(position, NEVER, S.RANKED_LOCAL, S.PITCH, S.s, True)
         c = split * P.RANK_SPLIT_BLOCKS + tl.arange(0, P.RANK_SPLIT_BLOCKS)
         slot = tl.arange(0, P.PADDED_TOPN)
         for phase in range(first_phase(ready, producers, P.WARMUP), 2):
@@ -288,18 +289,18 @@ def rank_blocks_split(
             # a loop of one iteration: the compiler computes the result of a `while` once, and not
             # again for each layout in which it is used
             while again > 0:
-                own_keys = block_sort_keys(token_scores, c, end, window_end, R)
+                own_keys = block_sort_keys(token_scores, c, end, window_end, S)
                 again -= 1
             better = tl.full([P.RANK_SPLIT_BLOCKS], 0, tl.int32)
             for c0 in range(0, tl.maximum(end, 1), CHUNKS * COMPARED):
                 chunks = ()
                 for i in tl.static_range(CHUNKS):
                     others = c0 + i * COMPARED + tl.arange(0, COMPARED)
-                    chunks += (block_sort_keys(token_scores, others, end, window_end, R),)
+                    chunks += (block_sort_keys(token_scores, others, end, window_end, S),)
                 for i in tl.static_range(CHUNKS):
                     better += tl.sum((chunks[i][:, None] > own_keys[None]).to(tl.int32), 0)
-            is_best = (c >= R.INITIAL) & (c < end) & (better < S.TOPN)
+            is_best = (c >= S.INITIAL) & (c < end) & (better < S.TOPN)
             tl.store(call.work.block_indices + row * S.TOPN + better, c, mask=is_best)
             if split == 0:
-                is_empty = (slot >= end - R.INITIAL) & (slot < S.TOPN) & (phase == 1)
+                is_empty = (slot >= end - S.INITIAL) & (slot < S.TOPN) & (phase == 1)
                 tl.store(call.work.block_indices + row * S.TOPN + slot, -1, mask=is_empty)

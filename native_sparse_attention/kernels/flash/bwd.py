@@ -273,9 +273,9 @@ def backward_q(
     call = facts(q, k, v, kv_range, scale, within, prefix, gated=bwd.gated, add=add)
     at, rows = plan("dq", call, launch.tuning()), backward_rows(bwd, inner_bwd)
     if at is None:
-        from . import bwd_sm90
+        from . import flash_sm90
 
-        bwd_sm90.backward_q(
+        flash_sm90.backward_q(
             call, q, k, v, kv_range.start, scale, rows, dq_out, prefix
         )  # fmt: skip
         return
@@ -299,9 +299,9 @@ def backward_kv(
     call = facts(q, k, v, kv_range, scale, within, gated=bwd.gated)
     at, rows = plan("dkv", call, launch.tuning()), backward_rows(bwd, inner_bwd)
     if at is None:
-        from . import bwd_sm90
+        from . import flash_sm90
 
-        return bwd_sm90.backward_kv(call, q, k, v, kv_range.start, scale, rows)
+        return flash_sm90.backward_kv(call, q, k, v, kv_range.start, scale, rows)
     dk, dv = (t.new_empty(at.grid[2], *t.shape, dtype=torch.float32) for t in (k, v))
     launcher(nsa_flash_dkv, at.grid)(
         **arguments(q, k, v, kv_range, at), rows=rows, dk=dk, dv=dv, scale=scale

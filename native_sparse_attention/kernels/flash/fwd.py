@@ -337,9 +337,9 @@ def forward(
     )  # fmt: skip
     at = plan("forward", call, launch.tuning())
     if at is None:
-        from .fwd_sm90 import forward as forward_sm90
+        from . import flash_sm90
 
-        return forward_sm90(call, q, k, v, kv_range.start, scale, norms, prefix)
+        return flash_sm90.forward(call, q, k, v, kv_range.start, scale, norms, prefix)
     outputs = launch.empty_outputs(q, v)
     inner_outputs = () if inner is None else launch.empty_outputs(q, v)
     launcher(nsa_flash_fwd, at.grid)(
