@@ -77,17 +77,13 @@ def launched(monkeypatch, as_written):
     """(kernel, rows, keys) of the tiles that were launched with."""
     pytest.importorskip("triton")
     from native_sparse_attention.kernels.common import launch
-    from native_sparse_attention.kernels.flash import bwd as flash_bwd
-    from native_sparse_attention.kernels.flash import fwd as flash_fwd
+    from native_sparse_attention.kernels.flash import flash
     from native_sparse_attention.kernels.selected import key_major, query_major
 
-    flash_plan = flash_fwd.plan.__wrapped__  # not cached
-    for module in (flash_bwd, flash_fwd):
-        monkeypatch.setattr(module, "plan", flash_plan)
-    for module in (key_major, query_major):
+    for module in (flash, key_major, query_major):  # not cached
         monkeypatch.setattr(module, "plan", module.plan.__wrapped__)
     # not even a prefix is one of few keys
-    monkeypatch.setattr(flash_fwd, "FEW_KEYS", 0)
+    monkeypatch.setattr(flash, "FEW_KEYS", 0)
     apply_overrides, seen = launch.apply_overrides, set()
 
     def spy(kernel, tile):

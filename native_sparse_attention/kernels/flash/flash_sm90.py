@@ -1,4 +1,4 @@
-"""Attention over KV ranges and its backward as in `fwd.py` and `bwd.py`, for Hopper GPUs. In Gluon.
+"""Attention over KV ranges and its backward as in `flash.py`, for Hopper GPUs. In Gluon.
 
 A persistent program processes work tiles of CONSUMERS x ROWS query rows (tokens x heads of a
 group). Two consumer warpgroups own ROWS rows each and keep their accumulators in registers. A
@@ -50,7 +50,7 @@ from ..common.gluon_sm90 import (
 from ..common.launch import LOG2_E, Plan, cdiv
 from ..common.precompile import launcher
 from ..common.primitives import BEHIND, LARGEST_BOUND, LOCAL_BLOCKS
-from .call import Facts, Rows, query_tiles
+from .flash import Facts, Rows, query_tiles
 
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a consumer
@@ -933,7 +933,7 @@ def forward(
     norms: Tensor | None,
     prefix: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    """As `fwd.forward`, of queries from position `start` on."""
+    """As `flash.forward`, of queries from position `start` on."""
     at = plan("forward", call, launch.tuning())
     outputs = launch.empty_outputs(q, v)
     inner_outputs = () if call.inner is None else launch.empty_outputs(q, v)
@@ -958,7 +958,7 @@ def backward_q(
     dq: Tensor,
     prefix: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """As `bwd.backward_q`, of queries from position `start` on."""
+    """As `flash.backward_q`, of queries from position `start` on."""
     at = plan("dq", call, launch.tuning())
     args = arguments(at, q, k, v, start)
     d_out, dq_box = (launch.gluon_box(t, args["q"].block_shape) for t in (rows.d_out, dq))
@@ -970,7 +970,7 @@ def backward_q(
 def backward_kv(
     call: Facts, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, rows: Rows
 ) -> tuple[Tensor, Tensor]:
-    """As `bwd.backward_kv`, of queries from position `start` on."""
+    """As `flash.backward_kv`, of queries from position `start` on."""
     at = plan("dkv", call, launch.tuning())
     args = arguments(at, q, k, v, start)
     dk, dv = (t.new_empty(at.grid[1], *t.shape, dtype=torch.float32) for t in (k, v))

@@ -27,8 +27,7 @@ from ..common.launch import (
 from ..common.precompile import launcher
 from ..common.primitives import EVERYTHING, LOCAL_BLOCKS
 from ..common.reduce import reduce_partials
-from ..flash import bwd as flash_bwd
-from ..flash import fwd as flash_fwd
+from ..flash import flash
 from . import csr, key_major, query_major, union
 from .csr import CSRPlan
 from .inputs import Inputs
@@ -193,7 +192,7 @@ def forward(
     q, v, has_topn = inputs.q, inputs.v, inputs.facts.n > 0
     forced = forced_blocks(inputs) if partial is None else None
     if forced is not None:
-        partial = flash_fwd.forward(q, scale=inputs.scale, sinks=sinks, **forced)[:2]
+        partial = flash.forward(q, scale=inputs.scale, sinks=sinks, **forced)[:2]
     if partial is None and (sinks is not None or not has_topn):
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
         partial = q.new_zeros(*q.shape[:3], v.shape[-1]), lse if sinks is None else lse.copy_(sinks)
@@ -224,7 +223,7 @@ def forced_backward_q(inputs: Inputs, bwd: BackwardInputs, dq: Accumulator) -> N
     """Accumulates dq of the forced blocks."""
     forced = forced_blocks(inputs)
     if forced is not None:
-        flash_bwd.backward_q(inputs.q, scale=inputs.scale, bwd=bwd, dq=dq, **forced)
+        flash.backward_q(inputs.q, scale=inputs.scale, bwd=bwd, dq=dq, **forced)
 
 
 def forced_backward_kv(inputs: Inputs, bwd: BackwardInputs) -> tuple[Tensor, Tensor]:
@@ -235,10 +234,10 @@ def forced_backward_kv(inputs: Inputs, bwd: BackwardInputs) -> tuple[Tensor, Ten
         dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
         return dk, dv
     prefix = forced.pop("prefix")
-    partials = [flash_bwd.backward_kv(q, scale=scale, bwd=bwd, **forced)]
+    partials = [flash.backward_kv(q, scale=scale, bwd=bwd, **forced)]
     if prefix is not None:
         kv_range = forced["kv_range"]
-        partials.append(flash_bwd.backward_prefix(q, prefix, kv_range, scale, bwd))
+        partials.append(flash.backward_prefix(q, prefix, kv_range, scale, bwd))
     return reduce_partials(partials, k, v)
 
 

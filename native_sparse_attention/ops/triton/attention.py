@@ -235,12 +235,12 @@ def forward(t: Inputs, start: int, config: AttentionConfig) -> list[Tensor]:
             return forward_branches(t, start, config)
         if config.branches == ("selected",):
             return list(forward_selected(t, start, config))
-        from ...kernels.flash import fwd as flash_fwd
+        from ...kernels.flash import flash
 
         q, k, v, memory = range_tensors(t, config)
         scale, sinks = config.scale_of(q.shape[-1]), head_sinks(t)[0]
         keys = kv_range(config.branches[0], t, start, config)
-        out, lse = flash_fwd.forward(q, k, v, keys, scale, memory, sinks=sinks)
+        out, lse = flash.forward(q, k, v, keys, scale, memory, sinks=sinks)
         return [out, lse, empty_block_indices(t, config)]
 
 
@@ -296,13 +296,13 @@ def window_keys(t: Inputs) -> tuple[Tensor, Tensor]:
 def backward_range(t: Inputs, bwd: Any, start: int, config: AttentionConfig) -> dict[str, Tensor]:
     from ...kernels.common.launch import Accumulator
     from ...kernels.common.reduce import reduce_partials
-    from ...kernels.flash import bwd as flash_bwd
+    from ...kernels.flash import flash
 
     q, k, v, memory = range_tensors(t, config)
     keys = kv_range(config.branches[0], t, start, config)
     scale, dq = config.scale_of(q.shape[-1]), Accumulator(q)
-    flash_bwd.backward_q(q, k, v, keys, scale, bwd, dq, memory)
-    partials = flash_bwd.backward_kv(q, k, v, keys, scale, bwd)
+    flash.backward_q(q, k, v, keys, scale, bwd, dq, memory)
+    partials = flash.backward_kv(q, k, v, keys, scale, bwd)
     dk, dv = reduce_partials([partials], k, v, q.dtype)
     if config.branches == ("window",):
         return dict(q=dq.result(), k=dk, v=dv)
@@ -319,9 +319,9 @@ def memory_grads(
     if memory is None:
         return dict(mem_k=torch.zeros_like(t.mem_k), mem_v=torch.zeros_like(t.mem_v))
     from ...kernels.common.reduce import reduce_partials
-    from ...kernels.flash import bwd as flash_bwd
+    from ...kernels.flash import flash
 
-    partials = reduce_partials([flash_bwd.backward_prefix(q, memory, keys, scale, bwd)], *memory)
+    partials = reduce_partials([flash.backward_prefix(q, memory, keys, scale, bwd)], *memory)
     dk, dv = (d.sum(0).transpose(0, 1).contiguous() for d in partials)
     return dict(mem_k=dk, mem_v=dv)
 
@@ -334,7 +334,7 @@ def forward_selected(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from ...kernels.common import streams
     from ...kernels.common.key_norms import key_norms
-    from ...kernels.flash import fwd as flash_fwd
+    from ...kernels.flash import flash
     from ...kernels.selected import branch as selected
 
     q, k, v = unit_stride(t.q, t.k, t.v)
@@ -357,7 +357,7 @@ def forward_selected(
                 plan.run(selection)
         forced = selected.forced_blocks(inputs)
         if forced is not None:
-            partial = flash_fwd.forward(q, scale=scale, sinks=sinks, norms=norms, **forced)[:2]
+            partial = flash.forward(q, scale=scale, sinks=sinks, norms=norms, **forced)[:2]
     out, lse = selected.forward(inputs, partial, sinks, None, norms, plan)
     return out, lse, block_indices
 
@@ -395,7 +395,7 @@ def attend_branches(
     from ...kernels.common import streams
     from ...kernels.common.key_norms import key_norms
     from ...kernels.common.launch import CombineInputs
-    from ...kernels.flash import fwd as flash_fwd
+    from ...kernels.flash import flash
     from ...kernels.selected import branch as selected
 
     q, k, v, ck, cv = unit_stride(t.q, t.k, t.v, t.ck, t.cv)
@@ -408,7 +408,7 @@ def attend_branches(
 
     def attend_compressed(norms: Tensor | None) -> Any:
         keys = kv_range("compressed", t, start, config)
-        return flash_fwd.forward(cq, ck, cv, keys, scale, prefix(t), sinks=sink_cmp, norms=norms)
+        return flash.forward(cq, ck, cv, keys, scale, prefix(t), sinks=sink_cmp, norms=norms)
 
     if not is_concurrent:
         norms, norms_cmp = key_norms(q, k, ck)
@@ -436,7 +436,7 @@ def attend_branches(
             norms, norms_cmp = key_norms(q, k, ck)
             out_cmp, lse_cmp = attend_compressed(norms_cmp)
         keys = kv_range("window", t, start, config)
-        out_win, lse_win, *partial = flash_fwd.forward(
+        out_win, lse_win, *partial = flash.forward(
             q, window_k, window_v, keys, scale, inner=inner_range, sinks=sink_win,
             inner_sinks=sink_sel, norms=norms if t.window_k is None else None,
         )  # fmt: skip
@@ -463,7 +463,7 @@ def backward_branches(
     from ...kernels.common import streams
     from ...kernels.common.launch import Accumulator
     from ...kernels.common.reduce import reduce_partials
-    from ...kernels.flash import bwd as flash_bwd
+    from ...kernels.flash import flash
     from ...kernels.selected import branch as selected
 
     grads: dict[str, Tensor] = {}
@@ -497,8 +497,8 @@ def backward_branches(
     memory = prefix(t)
 
     def through_queries() -> None:
-        flash_bwd.backward_q(query, ck, cv, range_cmp, scale, cmp, dcq, memory)
-        flash_bwd.backward_q(q, local_k, local_v, range_win, scale, win, dq, inner=inner_args)
+        flash.backward_q(query, ck, cv, range_cmp, scale, cmp, dcq, memory)
+        flash.backward_q(q, local_k, local_v, range_win, scale, win, dq, inner=inner_args)
         if inner_args is None:
             selected.forced_backward_q(*selected_args, dq)
         if chosen.gates is None:
@@ -514,14 +514,14 @@ def backward_branches(
             ready = streams.mark(q.device)
         with side:
             through_queries()
-        partials = [flash_bwd.backward_kv(query, ck, cv, range_cmp, scale, cmp)]
+        partials = [flash.backward_kv(query, ck, cv, range_cmp, scale, cmp)]
         grads["ck"], grads["cv"] = reduce_partials(partials, ck, cv, ck.dtype)
-        partials = [flash_bwd.backward_kv(q, local_k, local_v, range_win, scale, win, inner_args)]
+        partials = [flash.backward_kv(q, local_k, local_v, range_win, scale, win, inner_args)]
         if t.window_k is not None:
             d_window, partials = reduce_partials(partials, local_k, local_v, k.dtype), []
             grads["window_k"], grads["window_v"] = d_window
         if inner is not None and first is not None:
-            partials.append(flash_bwd.backward_prefix(q, first, inner, scale, sel))
+            partials.append(flash.backward_prefix(q, first, inner, scale, sel))
         if not inner_args:
             dk, dv = selected.forced_backward_kv(*selected_args)
             partials.append((dk[None], dv[None]))

@@ -1,0 +1,749 @@
+"""Attention in which every query sees one KV range and optionally a prefix, and its backward
+without atomics: the window, the compressed branch with its memory, the forced blocks of the
+selected branch.
+
+A tile holds tokens x heads of one head group, so that the group reads keys and values once.
+`primitives.interval` computes the KV range of a query. The prefix is a few more keys, in tensors of
+their own. With `inner`, the same pass also computes attention to a narrower KV range of local
+blocks within a causal window; the prefix then belongs to `inner`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import namedtuple
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common import launch
+from ..common.key_norms import key_norms
+from ..common.launch import (
+    LOG2_E,
+    UNLIMITED,
+    Accumulator,
+    BackwardInputs,
+    KVRange,
+    Layout,
+    Plan,
+    RangeFacts,
+    cdiv,
+    layout,
+    strided,
+)
+from ..common.precompile import launcher
+from ..common.primitives import (
+    BEHIND,
+    CAUSAL_WINDOW,
+    EVERYTHING,
+    LOCAL_BLOCKS,
+    cap_slope,
+    grid_position,
+    in_document,
+    interval,
+    joined,
+    large,
+    load_keys,
+    load_rows,
+    load_sinks,
+    measured_from,
+    rare,
+    scaled_step,
+    seen_by,
+    soft_capped,
+    softmax_grad,
+    store_rows,
+    store_softmax,
+    tile_rows,
+)
+from ..common.reduce import Partials
+from ..common.tile_configs import FEW_KEYS
+
+# one compiled kernel for all lengths
+LENGTHS = ["T", "N", "P", "start"]
+
+# the prefix: none, seen by every query, or causal (key n by the queries from position n on)
+NO_PREFIX, OPEN_PREFIX, CAUSAL_PREFIX = (tl.constexpr(i) for i in range(3))
+
+# out [B T H E] and lse [B T H], and those of the local blocks
+Outputs = namedtuple("Outputs", "out lse inner_out inner_lse")
+# compile-time settings of the three kernels
+Settings = namedtuple(
+    "Settings",
+    "G D E BLOCK_D BLOCK_E BLOCK_M BLOCK_N KIND INNER PREFIX RAGGED DOCUMENTS CAP SINKS TMA "
+    "POSITIVE BOUNDED GATED ADD WIDE FLIPPED",
+)
+# numbers of a KV range and of the local blocks within it; a key covers `unit` tokens
+Range = namedtuple("Range", "floor reach stride inner_floor inner_reach inner_stride unit")
+
+# `launch.BackwardInputs` [B T H ..], and lse and delta of the local blocks
+Rows = namedtuple("Rows", "d_out lse delta inner_lse inner_delta")
+
+# rows of a consumer's tile on a Hopper GPU
+HOPPER_ROWS = 64
+# head dimensions there. For 64, ptxas 12.8 overwrites registers of d_out that the dq loop reads
+# again; `tests/scripts/compile_kernels.py` checks for this
+HOPPER_WIDTHS = (128,)
+# the fewest query tiles per multiprocessor: 3.9 were measured faster; with fewer tiles, programs of
+# half the rows use more multiprocessors
+LEAST_HOPPER_TILES = 3
+
+
+class Facts(NamedTuple):
+    """What a plan depends on. `gated` and `add` are of the backward."""
+
+    q: Layout
+    k: Layout
+    v: Layout
+    prefix: tuple[Layout, Layout] | None
+    kv_range: RangeFacts
+    inner: RangeFacts | None
+    positive: bool
+    sinks: bool = False
+    bounded: bool = False
+    gated: bool = False
+    add: bool = False
+
+    @property
+    def groups(self) -> int:
+        """Query heads per KV head."""
+        return self.q.shape[2] // max(self.k.shape[2], 1)
+
+    def numbers(self) -> Range:
+        at, inner = self.kv_range, self.inner
+        local = (0, 0, 1) if inner is None else (inner.floor, inner.reach, inner.stride)
+        return Range(at.floor, at.reach, at.stride, *local, at.unit)
+
+
+def facts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_range: KVRange,
+    scale: float,
+    inner: KVRange | None,
+    prefix: tuple[Tensor, Tensor] | None = None,
+    **flags: bool,
+) -> Facts:
+    prefix_layouts = None if prefix is None else (layout(prefix[0]), layout(prefix[1]))
+    inner_facts = None if inner is None else inner.facts
+    return Facts(
+        layout(q), layout(k), layout(v), prefix_layouts, kv_range.facts, inner_facts, scale > 0,
+        **flags,
+    )  # fmt: skip
+
+
+def backward_rows(bwd: BackwardInputs, inner: BackwardInputs | None) -> Rows:
+    inner_rows = (None, None) if inner is None else (inner.lse, inner.delta)
+    return Rows(bwd.d_out, bwd.lse, bwd.delta, *inner_rows)
+
+
+def supports_sm90(kernel: str, call: Facts) -> bool:
+    """Whether `kernel`, "forward", "dq" or "dkv", supports a call and has enough tiles to be
+    faster. `launch.using({"flash_sm90": True})` ignores the number of tiles; False, or a requested
+    tile config, disables the kernel."""
+    q, k, v, kv_range, inner = call.q, call.k, call.v, call.kv_range, call.inner
+    forced = launch.override.get("flash_sm90")
+    tiled = launch.requested_sizes(kernel if kv_range.wide else f"window.{kernel}")
+    if forced is False or tiled or not launch.supports_gluon(q):
+        return False
+    kinds = kv_range.kind in (BEHIND.value, CAUSAL_WINDOW.value, LOCAL_BLOCKS.value)
+    plain = not (call.sinks or kv_range.has_starts or kv_range.has_documents or kv_range.has_cap)
+    nested = inner is None or (not inner.has_starts and kv_range.kind == CAUSAL_WINDOW.value)
+    sizes = q.dtype.itemsize == 2 and q.shape[-1] == v.shape[-1] in HOPPER_WIDTHS
+    whole = 0 < call.groups <= HOPPER_ROWS and HOPPER_ROWS % call.groups == 0
+    if not (kinds and plain and nested and sizes and whole and call.positive):
+        return False
+    tiles, lines = query_tiles(call)
+    if not forced and tiles * lines < LEAST_HOPPER_TILES * launch.multiprocessors(q.device):
+        return False
+    prefixed = (BEHIND.value, False), (LOCAL_BLOCKS.value, True)
+    if call.prefix is None:
+        return launch.supports_tma(q, k, v)
+    # of a prefix that all sequences share TMA reads the first sequence's
+    prefix = [t._replace(stride=(t.stride[0] or t.stride[1], *t.stride[1:])) for t in call.prefix]
+    supported = (kv_range.kind, kv_range.causal_prefix) in prefixed
+    return supported and launch.supports_tma(q, k, v, *prefix)
+
+
+def query_tiles(call: Facts) -> tuple[int, int]:
+    """Query tiles per sequence and KV head, and the number of sequences x KV heads."""
+    B, T = call.q.shape[:2]
+    return cdiv(T, 2 * HOPPER_ROWS // call.groups), B * call.k.shape[2]
+
+
+@triton.jit
+def tile_ranges(token, first, last, start, entry, documents, T, N, kv_range, F: tl.constexpr):
+    """KV ranges lo .. hi - 1 of each row's token [M], of the tile's first token and of its last.
+    With documents, clipped to the token's document; the row's bounds begin at `entry`."""
+    floor, reach, stride = kv_range.floor, kv_range.reach, kv_range.stride
+    lo, hi = interval(start + token, N, floor, reach, stride, F.KIND)
+    lo_first, hi_first = interval(start + first, N, floor, reach, stride, F.KIND)
+    lo_last, hi_last = interval(start + last, N, floor, reach, stride, F.KIND)
+    if F.DOCUMENTS:
+        firsts, lasts, unit = documents.first + entry, documents.last + entry, kv_range.unit
+        lo, hi = in_document(lo, hi, token, T, firsts, lasts, unit)
+        lo_first, hi_first = in_document(lo_first, hi_first, first, T, firsts, lasts, unit)
+        lo_last, hi_last = in_document(lo_last, hi_last, last, T, firsts, lasts, unit)
+    return lo, hi, lo_first, hi_first, lo_last, hi_last
+
+
+@triton.jit
+def local_blocks(position, N, kv_range):
+    """The KV range of a position's local blocks."""
+    return interval(
+        position, N, kv_range.inner_floor, kv_range.inner_reach, kv_range.inner_stride, LOCAL_BLOCKS
+    )
+
+
+@triton.jit
+def load_tile(keys, b, h, n, n0, N, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """Rows n of head h of `keys` [B N K WIDTH], zeros from row N on; n0 is the first of n. With TMA
+    `keys` is a descriptor."""
+    if TMA:
+        rows = load_keys(keys, b, h, n, n0, n < N, 0, 0, 0, WIDTH, BLOCK, True)
+    else:
+        rows = load_keys(
+            keys.ptr, b, h, n, n0, n < N, keys.b, keys.n, keys.h, WIDTH, BLOCK, False
+        )  # fmt: skip
+    return rows
+
+
+@triton.jit
+def logits(x, y, scale_log2, cap, F: tl.constexpr):
+    """Products [M, N] of x [M, D] and y [N, D], queries and keys. Scaled logits with CAP or without
+    POSITIVE; otherwise the caller scales them."""
+    # in float32 errors of "tf32x3" are up to four times as large
+    s = tl.dot(x, tl.trans(y), input_precision="ieee")
+    if F.CAP:
+        s = soft_capped(s * scale_log2, cap)
+    elif not F.POSITIVE:
+        s *= scale_log2
+    return s
+
+
+@triton.jit
+def prefix_end(position, P, PREFIX: tl.constexpr):
+    """End of the prefix keys that each query sees, of P keys."""
+    return tl.minimum(position + 1, P) if PREFIX == CAUSAL_PREFIX else position * 0 + P
+
+
+@triton.jit
+def attend_to_prefix(
+    q_tile, pk, pv, b, h, position, P, acc, m, l, scale_log2, unit_scale, cap, pointer,
+    F: tl.constexpr,
+):  # fmt: skip
+    """Fold the prefix into a tile's softmax; see `rare` for `pointer`."""
+    hi = prefix_end(position, P, F.PREFIX)
+    for n0 in range(0, P, F.BLOCK_N):
+        n = n0 + tl.arange(0, F.BLOCK_N)
+        k_tile = load_tile(pk, b, h, n, n0, P, F.D, F.BLOCK_D, False)
+        v_tile = load_tile(pv, b, h, n, n0, P, F.E, F.BLOCK_E, False)
+        s = logits(q_tile, k_tile, scale_log2, cap, F)
+        s = tl.where(n[None] < hi[:, None], s, float("-inf"))
+        acc, m, l = scaled_step(
+            s, unit_scale, 0.0, v_tile, acc, m, l, True, pointer, n0, False, "ieee"
+        )
+    return acc, m, l
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def nsa_flash_fwd(
+    q, k, v, pk, pv, outputs, norms, sinks, inner_sinks, starts, documents, start, T, N, P, K,
+    kv_range, scale_log2, cap, F: tl.constexpr,
+):  # fmt: skip
+    """One program owns a tile of queries of one sequence and KV head. It reads the tile's KV range
+    and writes out and lse. With INNER it writes a second out and lse, of the local blocks and the
+    initial keys."""
+    # longest tiles first
+    tile, line, tiles, _lines = grid_position(F.FLIPPED)
+    tile = tiles - 1 - tile
+    b, h = large(line // K, F.WIDE), large(line % K, F.WIDE)
+    TOKENS: tl.constexpr = F.BLOCK_M // F.G
+    token, g, real = tile_rows(tile, T, F.G, F.BLOCK_M)
+    out, lse = outputs.out, outputs.lse
+    if F.RAGGED:
+        start = tl.load(starts + b).to(tl.int32)
+    first, last = tile * TOKENS, tl.minimum(tile * TOKENS + TOKENS, T) - 1
+    lo, hi, lo_first, hi_first, lo_last, hi_last = tile_ranges(
+        token, first, last, start, b * T, documents, T, N, kv_range, F
+    )
+
+    # [M, D]
+    head = h * F.G + g
+    q_rows = b * q.b + large(token, F.WIDE) * q.n + head * q.h
+    q_tile = load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
+    m = tl.full([F.BLOCK_M], float("-inf"), tl.float32)
+    l = tl.full([F.BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([F.BLOCK_M, F.BLOCK_E], 0.0, tl.float32)
+    row = (b * T + token) * (K * F.G) + head
+    if F.SINKS:
+        m, l = load_sinks(sinks, head), l + 1.0
+
+    # applies to products that `logits` leaves unscaled
+    unit_scale = scale_log2
+    if F.CAP or not F.POSITIVE:
+        unit_scale = 1.0
+
+    # key tiles that some row sees; all rows see keys all_lo .. all_hi - 1
+    begin = lo_first // F.BLOCK_N * F.BLOCK_N
+    tiles_seen = tl.maximum(tl.cdiv(hi_last - begin, F.BLOCK_N), 0)
+    all_lo, all_hi = lo_last, hi_first
+    if F.INNER:
+        # in order: keys before the local blocks, local blocks, initial blocks
+        inner_floor = kv_range.inner_floor
+        local, _hi = local_blocks(start + token, N, kv_range)
+        local_first, _hi_first = local_blocks(start + first, N, kv_range)
+        local_last, _hi_last = local_blocks(start + last, N, kv_range)
+        local, end = tl.maximum(local, lo), hi
+        hi = tl.minimum(hi, local)
+        local_begin = local_first // F.BLOCK_N * F.BLOCK_N
+        to_local = tl.maximum(tl.cdiv(tl.minimum(hi_last, local_last) - begin, F.BLOCK_N), 0)
+        to_initial = to_local + tl.maximum(tl.cdiv(hi_last - local_begin, F.BLOCK_N), 1)
+        tiles_seen = to_initial + tl.cdiv(inner_floor, F.BLOCK_N)
+        all_hi = tl.minimum(all_hi, local_first)
+
+    large_logits = True
+    if F.BOUNDED:
+        keys = hi - lo
+        if F.INNER:
+            keys = end - local + tl.minimum(start + token + 1, inner_floor)
+        m, factor, large_logits = measured_from(
+            q_tile, norms, b * K + h, scale_log2, tl.where(real, keys, 16), m, not F.SINKS
+        )
+        if F.SINKS:
+            l *= factor
+    if F.INNER:
+        outer_m, outer_l, outer_acc = m, l, acc
+        inner_m = tl.full([F.BLOCK_M], float("-inf"), tl.float32)
+        if F.BOUNDED:
+            inner_m = tl.where(large_logits, inner_m, m)
+
+    for j in range(0, tiles_seen):
+        n0 = begin + j * F.BLOCK_N
+        if F.INNER:
+            if j >= to_local:
+                n0 = local_begin + (j - to_local) * F.BLOCK_N
+            if j >= to_initial:
+                n0 = (j - to_initial) * F.BLOCK_N
+        n = n0 + tl.arange(0, F.BLOCK_N)
+        # [N, D], [N, E]
+        k_tile = load_tile(k, b, h, n, n0, N, F.D, F.BLOCK_D, F.TMA)
+        v_tile = load_tile(v, b, h, n, n0, N, F.E, F.BLOCK_E, F.TMA)
+        s = logits(q_tile, k_tile, scale_log2, cap, F)
+        if F.INNER:
+            if j == to_local:
+                rare(lse, n0)
+                outer_acc, outer_m, outer_l = acc, m, l
+                acc, l = tl.zeros_like(acc), tl.zeros_like(l)
+                m = inner_m
+                lo, hi = local, end
+                all_lo, all_hi = local_last, hi_first
+            if j == to_initial:
+                rare(lse, n0)
+                outer_acc, outer_m, outer_l = joined(outer_acc, outer_m, outer_l, acc, m, l)
+                lo, hi = lo * 0, tl.minimum(start + token + 1, inner_floor)
+                all_lo, all_hi = 0, tl.minimum(start + first + 1, inner_floor)
+        if (n0 < all_lo) | (n0 + F.BLOCK_N > all_hi):
+            rare(lse, n0)
+            s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
+        acc, m, l = scaled_step(
+            s, unit_scale, 0.0, v_tile, acc, m, l, large_logits, lse, n0, F.BOUNDED, "ieee"
+        )
+
+    if F.INNER:
+        if tiles_seen == to_initial:
+            outer_acc, outer_m, outer_l = joined(outer_acc, outer_m, outer_l, acc, m, l)
+        store_softmax(out, lse, row, outer_acc, outer_m, outer_l, F.E, F.BLOCK_E, real)
+        if F.SINKS:
+            nothing, one = tl.zeros_like(acc), tl.full([F.BLOCK_M], 1.0, tl.float32)
+            acc, m, l = joined(acc, m, l, nothing, load_sinks(inner_sinks, head), one)
+        store_softmax(outputs.inner_out, outputs.inner_lse, row, acc, m, l, F.E, F.BLOCK_E, real)
+    else:
+        if F.PREFIX:
+            acc, m, l = attend_to_prefix(
+                q_tile, pk, pv, b, h, start + token, P, acc, m, l, scale_log2, unit_scale, cap, lse,
+                F,
+            )  # fmt: skip
+        store_softmax(out, lse, row, acc, m, l, F.E, F.BLOCK_E, real)
+
+
+@triton.jit
+def add_dq_of_prefix(
+    q_tile, do_tile, pk, pv, b, h, position, P, acc, lse_row, delta_row, scale_log2, unit_scale,
+    cap, F: tl.constexpr,
+):  # fmt: skip
+    """Add the prefix's contribution to a tile's dq."""
+    hi = prefix_end(position, P, F.PREFIX)
+    for n0 in range(0, P, F.BLOCK_N):
+        n = n0 + tl.arange(0, F.BLOCK_N)
+        k_tile = load_tile(pk, b, h, n, n0, P, F.D, F.BLOCK_D, False)
+        v_tile = load_tile(pv, b, h, n, n0, P, F.E, F.BLOCK_E, False)
+        s = logits(q_tile, k_tile, scale_log2, cap, F)
+        if F.CAP:
+            slope = cap_slope(s, cap)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+        s = tl.where(n[None] < hi[:, None], s, float("-inf"))
+        _p, ds = softmax_grad(s, unit_scale, dp, lse_row[:, None], delta_row[:, None], F.GATED)
+        if F.CAP:
+            ds *= slope
+        acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def nsa_flash_dq(
+    q, k, v, pk, pv, rows, dq, starts, documents, start, T, N, P, K, kv_range, scale, cap,
+    F: tl.constexpr,
+):  # fmt: skip
+    """One program owns a tile of queries of one sequence and KV head. It reads the tile's KV range
+    and writes dq, or with ADD adds to dq."""
+    tile, line, tiles, _lines = grid_position(F.FLIPPED)
+    tile = tiles - 1 - tile
+    b, h = large(line // K, F.WIDE), large(line % K, F.WIDE)
+    TOKENS: tl.constexpr = F.BLOCK_M // F.G
+    token, g, real = tile_rows(tile, T, F.G, F.BLOCK_M)
+    if F.RAGGED:
+        start = tl.load(starts + b).to(tl.int32)
+    first, last = tile * TOKENS, tl.minimum(tile * TOKENS + TOKENS, T) - 1
+    lo, hi, lo_first, hi_first, lo_last, hi_last = tile_ranges(
+        token, first, last, start, b * T, documents, T, N, kv_range, F
+    )
+
+    head = h * F.G + g
+    row = (b * T + token) * (K * F.G) + head
+    q_rows = b * q.b + large(token, F.WIDE) * q.n + head * q.h
+    q_tile = load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
+    do_tile = load_rows(rows.d_out, row * F.E, F.E, F.BLOCK_E, real)
+    lse_row = tl.load(rows.lse + row, mask=real, other=0.0)
+    delta_row = tl.load(rows.delta + row, mask=real, other=0.0)
+    if F.INNER:
+        inner_lse_row = tl.load(rows.inner_lse + row, mask=real, other=0.0)
+        inner_delta_row = tl.load(rows.inner_delta + row, mask=real, other=0.0)
+    acc = tl.full([F.BLOCK_M, F.BLOCK_D], 0.0, tl.float32)
+    # applies to products that `logits` leaves unscaled
+    scale_log2 = scale * 1.4426950408889634
+    unit_scale = scale_log2
+    if F.CAP or not F.POSITIVE:
+        unit_scale = 1.0
+
+    begin = lo_first // F.BLOCK_N * F.BLOCK_N
+    steps = tl.maximum(tl.cdiv(hi_last - begin, F.BLOCK_N), 0)
+    all_lo, all_hi = lo_last, hi_first
+    if F.INNER:
+        inner_floor = kv_range.inner_floor
+        local, _local_hi = local_blocks(start + token, N, kv_range)
+        local_first, _local_hi_first = local_blocks(start + first, N, kv_range)
+        to_initial = steps
+        steps += tl.cdiv(inner_floor, F.BLOCK_N)
+    for j in range(0, steps):
+        n0 = begin + j * F.BLOCK_N
+        if F.INNER and j >= to_initial:
+            n0 = (j - to_initial) * F.BLOCK_N
+        n = n0 + tl.arange(0, F.BLOCK_N)
+        k_tile = load_tile(k, b, h, n, n0, N, F.D, F.BLOCK_D, F.TMA)
+        v_tile = load_tile(v, b, h, n, n0, N, F.E, F.BLOCK_E, F.TMA)
+        s = logits(q_tile, k_tile, scale_log2, cap, F)
+        if F.CAP:
+            slope = cap_slope(s, cap)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+        if F.INNER and j == to_initial:
+            rare(rows.delta, n0)
+            lse_row, delta_row = inner_lse_row, inner_delta_row
+            lo, hi = lo * 0, tl.minimum(start + token + 1, inner_floor)
+            all_lo, all_hi = 0, tl.minimum(start + first + 1, inner_floor)
+        if (n0 < all_lo) | (n0 + F.BLOCK_N > all_hi):
+            rare(rows.delta, n0)
+            s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
+        _p, ds = softmax_grad(s, unit_scale, dp, lse_row[:, None], delta_row[:, None], F.GATED)
+        if F.INNER and (j < to_initial) & (n0 + F.BLOCK_N > local_first):
+            rare(rows.delta, n0)
+            s = tl.where(n[None] >= local[:, None], s, float("-inf"))
+            _p, inner_ds = softmax_grad(
+                s, unit_scale, dp, inner_lse_row[:, None], inner_delta_row[:, None], F.GATED
+            )  # fmt: skip
+            ds += inner_ds
+        if F.CAP:
+            ds *= slope
+        acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision="ieee")
+
+    if F.PREFIX and not F.INNER:
+        acc = add_dq_of_prefix(
+            q_tile, do_tile, pk, pv, b, h, start + token, P, acc, lse_row, delta_row, scale_log2,
+            unit_scale, cap, F,
+        )  # fmt: skip
+    acc *= scale
+    if F.ADD:
+        acc += load_rows(dq, row * F.D, F.D, F.BLOCK_D, real).to(tl.float32)
+    store_rows(dq, row * F.D, acc, F.D, F.BLOCK_D, real)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def nsa_flash_dkv(
+    q, k, v, rows, dk, dv, starts, documents, start, T, N, K, kv_range, scale, cap, F: tl.constexpr
+):
+    """One program owns a block of keys and one split (axis 2) of the queries that see it. It writes
+    partial dk and dv, [splits, B, N, K, ...]."""
+    block, line, _blocks, lines = grid_position(F.FLIPPED)
+    b, h = large(line // K, F.WIDE), large(line % K, F.WIDE)
+    split = tl.program_id(2)
+    TOKENS: tl.constexpr = F.BLOCK_M // F.G
+    if F.RAGGED:
+        start = tl.load(starts + b).to(tl.int32)
+    n0 = block * F.BLOCK_N
+    n = n0 + tl.arange(0, F.BLOCK_N)
+    inside = n < N
+    k_tile = load_rows(k.ptr, b * k.b + h * k.h + large(n, F.WIDE) * k.n, F.D, F.BLOCK_D, inside)
+    v_tile = load_rows(v.ptr, b * v.b + h * v.h + large(n, F.WIDE) * v.n, F.E, F.BLOCK_E, inside)
+    dk_acc = tl.full([F.BLOCK_N, F.BLOCK_D], 0.0, tl.float32)
+    dv_acc = tl.full([F.BLOCK_N, F.BLOCK_E], 0.0, tl.float32)
+    # applies to products that `logits` leaves unscaled
+    scale_log2 = scale * 1.4426950408889634
+    unit_scale = scale_log2
+    if F.CAP or not F.POSITIVE:
+        unit_scale = 1.0
+
+    floor, reach, stride = kv_range.floor, kv_range.reach, kv_range.stride
+    unit = kv_range.unit
+    # positions that see some of the keys: first .. end - 1; all keys: full .. full_end - 1
+    last = tl.minimum(n0 + F.BLOCK_N, N) - 1
+    first, end = seen_by(n0, last, reach, stride, F.KIND)
+    full, full_end = seen_by(last, n0, reach, stride, F.KIND)
+    if F.DOCUMENTS:
+        firsts, lasts = documents.first + b * T, documents.last + b * T
+        first, full_end = in_document(first, full_end, n0 * unit, T, firsts, lasts, 1)
+        full, end = in_document(full, end, last * unit, T, firsts, lasts, 1)
+        # no query sees a key past its document's last token
+        full_end = tl.where(last * unit < end, full_end, 0)
+    first_tile = tl.maximum(first - start, 0) // TOKENS
+    end_tile = tl.cdiv(tl.minimum(tl.maximum(end - start, 0), T), TOKENS)
+    split_tiles = tl.cdiv(tl.maximum(end_tile - first_tile, 0), tl.num_programs(2))
+    begin_tile = first_tile + split * split_tiles
+    end_tile = tl.minimum(begin_tile + split_tiles, end_tile)
+    full_tile = tl.maximum(tl.cdiv(tl.maximum(full - start, 0), TOKENS), begin_tile)
+    full_end_tile = tl.minimum(tl.minimum(tl.maximum(full_end - start, 0), T) // TOKENS, end_tile)
+    if F.INNER:
+        _local_begin, local_end = seen_by(
+            n0, last, kv_range.inner_reach, kv_range.inner_stride, LOCAL_BLOCKS
+        )
+        local_end_tile = tl.cdiv(tl.maximum(local_end - start, 0), TOKENS)
+        full_tile = tl.maximum(full_tile, local_end_tile)
+    full_tile = tl.minimum(full_tile, end_tile)
+    if n0 < floor:
+        full_end_tile = full_tile
+    full_end_tile = tl.maximum(full_end_tile, full_tile)
+    for phase in tl.static_range(3):
+        if phase == 0:
+            begin, end = begin_tile, full_tile
+        elif phase == 1:
+            begin, end = full_tile, full_end_tile
+        else:
+            begin, end = full_end_tile, end_tile
+        for tile in range(begin, end):
+            token, g, real = tile_rows(tile, T, F.G, F.BLOCK_M)
+            head = h * F.G + g
+            row = (b * T + token) * (K * F.G) + head
+            q_rows = b * q.b + large(token, F.WIDE) * q.n + head * q.h
+            q_tile = load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
+            do_tile = load_rows(rows.d_out, row * F.E, F.E, F.BLOCK_E, real)
+            lse_row = tl.load(rows.lse + row, mask=real, other=0.0)
+            delta_row = tl.load(rows.delta + row, mask=real, other=0.0)
+
+            # [N, M]: p and ds are the left operands of the next products
+            s = logits(k_tile, q_tile, scale_log2, cap, F)
+            if F.CAP:
+                slope = cap_slope(s, cap)
+            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
+            if phase != 1:
+                lo, hi = interval(start + token, N, floor, reach, stride, F.KIND)
+                if F.DOCUMENTS:
+                    lo, hi = in_document(lo, hi, token, T, firsts, lasts, unit)
+                seen = (n[:, None] >= lo[None]) & (n[:, None] < hi[None]) & real[None]
+                s = tl.where(seen, s, float("-inf"))
+            p, ds = softmax_grad(s, unit_scale, dp, lse_row[None], delta_row[None], F.GATED)
+            if F.INNER and phase == 0:
+                lse_row = tl.load(rows.inner_lse + row, mask=real, other=0.0)
+                delta_row = tl.load(rows.inner_delta + row, mask=real, other=0.0)
+                lo, hi = local_blocks(start + token, N, kv_range)
+                s = tl.where(n[:, None] >= lo[None], s, float("-inf"))
+                inner_p, inner_ds = softmax_grad(
+                    s, unit_scale, dp, lse_row[None], delta_row[None], F.GATED
+                )
+                p, ds = p + inner_p, ds + inner_ds
+            if F.CAP:
+                ds *= slope
+            dv_acc += tl.dot(p.to(do_tile.dtype), do_tile, input_precision="ieee")
+            dk_acc += tl.dot(ds.to(q_tile.dtype), q_tile, input_precision="ieee")
+
+    B = lines // K
+    entry = ((split * B + b) * N + n) * K + h
+    store_rows(dk, entry * F.D, dk_acc * scale, F.D, F.BLOCK_D, inside)
+    store_rows(dv, entry * F.E, dv_acc, F.E, F.BLOCK_E, inside)
+
+
+# launches
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(kernel: str, call: Facts, _tuning: Any) -> Plan | None:
+    """The launch of `kernel` "forward", "dq" or "dkv"; None where a Hopper kernel takes its place.
+    The third axis of the grid of "dkv" has the splits of the queries."""
+    (B, T, H, D), (_, N, K, _), E = call.q.shape, call.k.shape, call.v.shape[-1]
+    kv_range, groups, dtype = call.kv_range, call.groups, call.q.dtype
+    few = kernel == "dkv" and N <= FEW_KEYS
+    if not few and supports_sm90(kernel, call):
+        return None
+    tile = launch.flash_tile(
+        "prefix.dkv" if few else kernel, kv_range.wide, max(D, E), groups, dtype, N
+    )
+    tokens, wide = tile.block_m // groups, launch.has_wide_offsets(call.q, call.k, call.v)
+    wide |= B * T * H * max(D, E) >= 1 << 31
+    tma = False
+    if kernel == "dkv":
+        blocks = cdiv(N, tile.block_n)
+        seeing = T if kv_range.wide else min(T, kv_range.reach + tile.block_n)
+        splits = launch.query_splits(blocks * B * K, cdiv(seeing, tokens), kv_range.wide)
+        wide |= splits * B * N * K * max(D, E) >= 1 << 31
+        grid, flipped = launch.grid(blocks, B * K, splits)
+    else:
+        grid, flipped = launch.grid(cdiv(T, tokens), B * K)
+        # not in float32: its products take far longer than its loads
+        tma = dtype.itemsize < 4 and tile.block_n <= launch.MAX_BOX_ROWS
+        tma = tma and launch.supports_tma(call.k, call.v)
+    prefix = NO_PREFIX
+    if call.prefix is not None:
+        prefix = CAUSAL_PREFIX if kv_range.causal_prefix else OPEN_PREFIX
+    settings = Settings(
+        groups, D, E, launch.padded(D), launch.padded(E), tile.block_m, tile.block_n, kv_range.kind,
+        call.inner is not None, prefix.value, kv_range.has_starts, kv_range.has_documents,
+        kv_range.has_cap, call.sinks, tma, call.positive, call.bounded, call.gated, call.add, wide,
+        flipped,
+    )  # fmt: skip
+    options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
+    return Plan(grid, dict(F=settings, kv_range=call.numbers(), **options))
+
+
+def arguments(q: Tensor, k: Tensor, v: Tensor, kv_range: KVRange, at: Plan) -> dict[str, Any]:
+    """Arguments of all three kernels."""
+    keys: Any = strided(k), strided(v)
+    if at.args["F"].TMA:
+        keys = (launch.box(t, at.args["F"].BLOCK_N) for t in (k, v))
+    keys, values = keys
+    return dict(
+        q=strided(q), k=keys, v=values, starts=kv_range.starts, documents=kv_range.documents,
+        start=kv_range.start, T=q.shape[1], N=k.shape[1], K=k.shape[2],
+        cap=launch.cap(kv_range.soft_cap), **at.args,
+    )  # fmt: skip
+
+
+def prefix_arguments(prefix: tuple[Tensor, Tensor] | None, q: Tensor) -> dict[str, Any]:
+    """Arguments of the prefix; q stands in for a missing one."""
+    pk, pv = (q, q) if prefix is None else prefix
+    return dict(pk=strided(pk), pv=strided(pv), P=0 if prefix is None else pk.shape[1])
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_range: KVRange,
+    scale: float,
+    prefix: tuple[Tensor, Tensor] | None = None,
+    inner: KVRange | None = None,
+    sinks: Tensor | None = None,
+    inner_sinks: Tensor | None = None,
+    norms: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """out [B T H E] and natural lse [B T H] of q [B T H D], k [B N K D], v [B N K E], and of a
+    prefix k [B P K D], v [B P K E]. With an `inner` range, also out and lse of its local blocks and
+    the keys before its floor. `sinks` and `inner_sinks` [H] are float32, both or none; `norms` are
+    the norms of `key_norms.py`, if known."""
+    norms = key_norms(q, k)[0] if norms is None else norms
+    call = facts(
+        q, k, v, kv_range, scale, inner, prefix,
+        sinks=sinks is not None or inner_sinks is not None, bounded=norms is not None,
+    )  # fmt: skip
+    at = plan("forward", call, launch.tuning())
+    if at is None:
+        from . import flash_sm90
+
+        return flash_sm90.forward(call, q, k, v, kv_range.start, scale, norms, prefix)
+    outputs = launch.empty_outputs(q, v)
+    inner_outputs = () if inner is None else launch.empty_outputs(q, v)
+    launcher(nsa_flash_fwd, at.grid)(
+        **arguments(q, k, v, kv_range, at), **prefix_arguments(prefix, q),
+        outputs=Outputs(*outputs, *(inner_outputs or (None, None))), norms=norms, sinks=sinks,
+        inner_sinks=inner_sinks, scale_log2=scale * LOG2_E,
+    )  # fmt: skip
+    return *outputs, *inner_outputs
+
+
+def backward_q(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_range: KVRange,
+    scale: float,
+    bwd: BackwardInputs,
+    dq: Accumulator,
+    prefix: tuple[Tensor, Tensor] | None = None,
+    inner: tuple[KVRange, BackwardInputs] | None = None,
+) -> None:
+    """Add to dq. With an `inner` range and its backward inputs, also add through its local blocks
+    and the keys before its floor."""
+    inner_range, inner_bwd = inner or (None, None)
+    dq_out, add = dq.next_launch()
+    call = facts(q, k, v, kv_range, scale, inner_range, prefix, gated=bwd.gated, add=add)
+    at, rows = plan("dq", call, launch.tuning()), backward_rows(bwd, inner_bwd)
+    if at is None:
+        from . import flash_sm90
+
+        flash_sm90.backward_q(
+            call, q, k, v, kv_range.start, scale, rows, dq_out, prefix
+        )  # fmt: skip
+        return
+    launcher(nsa_flash_dq, at.grid)(
+        **arguments(q, k, v, kv_range, at), **prefix_arguments(prefix, q),
+        rows=rows, dq=dq_out, scale=scale,
+    )  # fmt: skip
+
+
+def backward_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_range: KVRange,
+    scale: float,
+    bwd: BackwardInputs,
+    inner: tuple[KVRange, BackwardInputs] | None = None,
+) -> Partials:
+    """Partial dk and dv; with `inner` also through its local blocks, without the prefix."""
+    inner_range, inner_bwd = inner or (None, None)
+    call = facts(q, k, v, kv_range, scale, inner_range, gated=bwd.gated)
+    at, rows = plan("dkv", call, launch.tuning()), backward_rows(bwd, inner_bwd)
+    if at is None:
+        from . import flash_sm90
+
+        return flash_sm90.backward_kv(call, q, k, v, kv_range.start, scale, rows)
+    dk, dv = (t.new_empty(at.grid[2], *t.shape, dtype=torch.float32) for t in (k, v))
+    launcher(nsa_flash_dkv, at.grid)(
+        **arguments(q, k, v, kv_range, at), rows=rows, dk=dk, dv=dv, scale=scale
+    )
+    return dk, dv
+
+
+def backward_prefix(
+    q: Tensor,
+    prefix: tuple[Tensor, Tensor],
+    kv_range: KVRange,
+    scale: float,
+    bwd: BackwardInputs,
+) -> Partials:
+    """Partial dk and dv of a prefix."""
+    kind = CAUSAL_WINDOW if kv_range.causal_prefix else EVERYTHING
+    start, starts, soft_cap = kv_range.start, kv_range.starts, kv_range.soft_cap
+    visible = KVRange(kind.value, UNLIMITED, start=start, starts=starts, soft_cap=soft_cap)
+    return backward_kv(q, *prefix, visible, scale, bwd)
