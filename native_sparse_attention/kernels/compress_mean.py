@@ -38,8 +38,8 @@ def mean_rows(x, positions, out, b, h, w, W, T, F: tl.constexpr):
     feature = tl.arange(0, F.BLOCK_D)
     for i in tl.range(0, F.L, loop_unroll_factor=AHEAD):
         t = w * F.STRIDE + (F.STRIDE - F.L + i)
-        inside = (w < W) & (t >= 0) & (t < T)
-        acc += load_rows(rows_ptr, t.to(tl.int64) * x.n, F.D, F.BLOCK_D, inside).to(tl.float32)
+        is_token = (w < W) & (t >= 0) & (t < T)
+        acc += load_rows(rows_ptr, t.to(tl.int64) * x.n, F.D, F.BLOCK_D, is_token).to(tl.float32)
         if F.POSITIONS:
             at = positions.ptr + h * positions.h + i * positions.n + feature
             position_sum += tl.load(at, mask=feature < F.D, other=0.0).to(tl.float32)

@@ -47,27 +47,29 @@ def rotate_rows(
     TILES: tl.constexpr = F.TILES
     token = tl.reshape(tl.broadcast_to(t[:, None], [TOKENS, HEADS]), [TOKENS * HEADS]).to(tl.int64)
     head = (first + tl.arange(0, TOKENS * HEADS) % HEADS).to(tl.int64)
-    tiles, others = (), ()
+    tiles, addends = (), ()
     for i in tl.static_range(TILES):
         h = head + i * HEADS
-        inside = (token < T) & (h < H)
-        tiles += (load_rows(x.ptr + b * x.b, token * x.n + h * x.h, F.D, F.BLOCK_D, inside),)
+        mask = (token < T) & (h < H)
+        tiles += (load_rows(x.ptr + b * x.b, token * x.n + h * x.h, F.D, F.BLOCK_D, mask),)
         if ADD:
             at = token * added.n + h * added.h
-            others += (load_rows(added.ptr + b * added.b, at, F.D, F.BLOCK_D, inside),)
+            addends += (load_rows(added.ptr + b * added.b, at, F.D, F.BLOCK_D, mask),)
     angle = position[:, None] * freq[None]
     cos, sin = tl.cos(angle)[:, None], tl.sin(angle)[:, None]
     for i in tl.static_range(TILES):
         rows, h = tiles[i].to(tl.float32), head + i * HEADS
-        even, odd = tl.split(tl.reshape(rows, [TOKENS, HEADS, F.BLOCK_D // 2, 2]))
-        rotated = tl.join(even * cos - odd * sin, odd * cos + even * sin)
+        first_half, second_half = tl.split(tl.reshape(rows, [TOKENS, HEADS, F.BLOCK_D // 2, 2]))
+        rotated = tl.join(
+            first_half * cos - second_half * sin, second_half * cos + first_half * sin
+        )
         rotated = tl.reshape(rotated, [TOKENS * HEADS, F.BLOCK_D])
         if ROTATED < F.D:
             rotated = tl.where((tl.arange(0, F.BLOCK_D) < ROTATED)[None], rotated, rows)
         if ADD:
-            rotated += others[i].to(tl.float32)
-        inside = (token < T) & (h < H)
-        store_rows(out, token * out_t + h * F.D, rotated, F.D, F.BLOCK_D, inside)
+            rotated += addends[i].to(tl.float32)
+        mask = (token < T) & (h < H)
+        store_rows(out, token * out_t + h * F.D, rotated, F.D, F.BLOCK_D, mask)
 
 
 @triton.jit

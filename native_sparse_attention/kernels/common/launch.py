@@ -110,13 +110,13 @@ def requested_sizes(kernel: str) -> tuple[int, int] | None:
 @contextmanager
 def using(tiles: dict[str, Any]) -> Iterator[None]:
     """Launch with these tile configs, in all threads: backward passes run in their own."""
-    before = dict(override)
+    previous = dict(override)
     override.update(tiles)
     try:
         yield
     finally:
         override.clear()
-        override.update(before)
+        override.update(previous)
 
 
 @contextmanager
@@ -186,11 +186,11 @@ def row(table: dict[int, Any], size: int) -> Any:
 def fit_head_group(kernel: str, groups: int, tile: TileConfig) -> TileConfig:
     """The tile config of `kernel`: at least one token with all heads of its group. A tile that
     grows to hold them has fewer keys."""
-    least = next_power_of_2(groups)
-    grown = max(1, least // tile.block_m)
+    min_rows = next_power_of_2(groups)
+    grown = max(1, min_rows // tile.block_m)
     tile = replace(tile, block_m=tile.block_m * grown, block_n=max(16, tile.block_n // grown))
     tile = apply_overrides(kernel, tile)
-    return replace(tile, block_m=max(tile.block_m, least))
+    return replace(tile, block_m=max(tile.block_m, min_rows))
 
 
 def flash_tile(
@@ -201,8 +201,8 @@ def flash_tile(
     if not wide and "." not in kernel:
         kernel = f"window.{kernel}"
     tables = architecture()
-    most, other = FEWER_KEYS.get(kernel, (-1, kernel))
-    tile = row(tables.flash, width)[other if keys <= most else kernel]
+    most, cheaper = FEWER_KEYS.get(kernel, (-1, kernel))
+    tile = row(tables.flash, width)[cheaper if keys <= most else kernel]
     if kernel in tables.few_heads and groups <= FEW_HEADS and width <= 128:
         tile = tables.few_heads[kernel]
     if dtype == torch.float32:
@@ -517,8 +517,8 @@ class Selection:
     @property
     def aligned(self) -> int:
         """Tokens from the begin of the first aligned group (with `starts`, at most)."""
-        before = self.start % self.stride if self.starts is None else self.stride - 1
-        return self.block_indices.shape[1] + before
+        previous = self.start % self.stride if self.starts is None else self.stride - 1
+        return self.block_indices.shape[1] + previous
 
     @property
     def diagonal(self) -> bool:

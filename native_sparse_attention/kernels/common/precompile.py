@@ -67,7 +67,7 @@ def compile_and_load(compile_one: Callable[[], Any], device: int | None) -> Any:
 
 def compile_ahead(
     dry_run: Callable[[], Any],
-    done: Callable[[int, int], None] | None = None,
+    report: Callable[[int, int], None] | None = None,
     ignore_errors: bool = False,
 ) -> int:
     """Compile the kernels that `dry_run` would launch, if they are not compiled yet.
@@ -89,6 +89,6 @@ def compile_ahead(
                 only_compiles.reset(token)
             futures: list[Future] = mode.raw_futures
             for number, _ in enumerate(as_completed(futures), 1):
-                if done is not None:
-                    done(number, len(futures))
+                if report is not None:
+                    report(number, len(futures))
         return len(futures)

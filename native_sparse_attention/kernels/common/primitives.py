@@ -61,7 +61,7 @@ def interval(i, N, floor, reach, stride, KIND: tl.constexpr):
 
 
 @triton.jit
-def in_document(lo, hi, token, T, firsts, lasts, unit):
+def document_interval(lo, hi, token, T, firsts, lasts, unit):
     """KV ranges [lo, hi) cut to the documents of the tokens of a row. A key covers `unit` tokens;
     the documents' bounds are at `firsts` and `lasts`."""
     token = tl.minimum(tl.maximum(token, 0), T - 1)
@@ -141,18 +141,18 @@ def load_rows(
     """Rows [M, BLOCK] that begin at `base + offsets`; zeros where mask is False and past WIDTH.
     With ONCE the cache evicts them first."""
     d = tl.arange(0, BLOCK)
-    inside = mask[:, None] if WIDTH == BLOCK else mask[:, None] & (d[None] < WIDTH)
+    exists = mask[:, None] if WIDTH == BLOCK else mask[:, None] & (d[None] < WIDTH)
     at = base + offsets[:, None] + d[None]
     POLICY: tl.constexpr = "evict_first" if ONCE else ""
-    return tl.load(at, mask=inside, other=0.0, eviction_policy=POLICY)
+    return tl.load(at, mask=exists, other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit
 def load_keys(
-    keys, b, h, n, n0, there, strides_b, strides_n, strides_h,
+    keys, b, h, n, n0, valid, strides_b, strides_n, strides_h,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows n of head h of `keys` [B N K WIDTH], zeros where `there` is False. With TMA `keys` is a
+    """Rows n of head h of `keys` [B N K WIDTH], zeros where `valid` is False. With TMA `keys` is a
     descriptor, rows are n0 and the following positions, and only rows outside the tensor are
     zeros."""
     if TMA:
@@ -161,7 +161,7 @@ def load_keys(
         return tl.reshape(tile, [n.shape[0], BLOCK])
     else:
         base = keys + b * strides_b + h * strides_h
-        return load_rows(base, n.to(tl.int64) * strides_n, WIDTH, BLOCK, there)
+        return load_rows(base, n.to(tl.int64) * strides_n, WIDTH, BLOCK, valid)
 
 
 @triton.jit
@@ -171,10 +171,10 @@ def store_rows(
     """Write rows [M, BLOCK], up to WIDTH, to `base + offsets` where mask is True. With ONCE the
     cache evicts them first."""
     d = tl.arange(0, BLOCK)
-    inside = mask[:, None] if WIDTH == BLOCK else mask[:, None] & (d[None] < WIDTH)
+    exists = mask[:, None] if WIDTH == BLOCK else mask[:, None] & (d[None] < WIDTH)
     at = base + offsets[:, None] + d[None]
     POLICY: tl.constexpr = "evict_first" if ONCE else ""
-    tl.store(at, value.to(base.dtype.element_ty), mask=inside, eviction_policy=POLICY)
+    tl.store(at, value.to(base.dtype.element_ty), mask=exists, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -188,9 +188,9 @@ def soft_capped(x, cap):
     series = series * z - 5.37397155531e-2
     series = series * z + 1.33314422036e-1
     series = series * z - 3.33332819422e-1
-    rest = 2.0 / (tl.exp2(tl.minimum(tl.abs(x), 20.0) * 2.8853900817779268) + 1.0)
-    far = tl.where(x < 0.0, rest - 1.0, 1.0 - rest)
-    return cap * tl.where(tl.abs(x) < 0.625, series * z * x + x, far)
+    remainder = 2.0 / (tl.exp2(tl.minimum(tl.abs(x), 20.0) * 2.8853900817779268) + 1.0)
+    saturated = tl.where(x < 0.0, remainder - 1.0, 1.0 - remainder)
+    return cap * tl.where(tl.abs(x) < 0.625, series * z * x + x, saturated)
 
 
 @triton.jit
@@ -285,7 +285,7 @@ def scaled_step(s, scale, bias, v, acc, m, l, large, pointer, n, BOUNDED: tl.con
 
 
 @triton.jit
-def joined(acc, m, l, other_acc, other_m, other_l):
+def join_softmaxes(acc, m, l, other_acc, other_m, other_l):
     """Combine two running softmaxes."""
     top = tl.maximum(m, other_m)
     safe = tl.where(top == float("-inf"), 0.0, top)

@@ -13,9 +13,9 @@ import torch
 
 
 @functools.cache
-def side_stream(device: int, _main: int, ahead: bool) -> torch.cuda.Stream:
+def side_stream(device: int, _main: int, urgent: bool) -> torch.cuda.Stream:
     """The side stream of a stream; always the same one, as the allocator pools memory by stream."""
-    return torch.cuda.Stream(device, priority=-1 if ahead else 0)
+    return torch.cuda.Stream(device, priority=-1 if urgent else 0)
 
 
 # by device and stream
@@ -30,8 +30,8 @@ def lock_of(main: torch.cuda.Stream) -> Any:
 
 
 @contextmanager
-def forked(device: torch.device, ahead: bool = False) -> Iterator[AbstractContextManager[object]]:
-    """Yields a context. Launches inside it go to a side stream, of higher priority with `ahead`.
+def forked(device: torch.device, urgent: bool = False) -> Iterator[AbstractContextManager[object]]:
+    """Yields a context. Launches inside it go to a side stream, of higher priority with `urgent`.
     They run concurrently with launches outside it. At the end the current stream waits for both.
 
     Tensors allocated inside the context must not be used after the end."""
@@ -39,7 +39,7 @@ def forked(device: torch.device, ahead: bool = False) -> Iterator[AbstractContex
         yield nullcontext()
         return
     main = torch.cuda.current_stream(device)
-    side = side_stream(main.device_index, main.cuda_stream, ahead)
+    side = side_stream(main.device_index, main.cuda_stream, urgent)
     with lock_of(main):
         side.wait_stream(main)
         try:

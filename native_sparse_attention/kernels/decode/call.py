@@ -125,10 +125,10 @@ def readable(call: DecodeInputs) -> DecodeInputs:
     """The call with tensors as the kernels read them: rows at consecutive addresses, and integers,
     which they read by address, contiguous (one that is expanded has fewer elements)."""
     rows = ("q", "k", "v", "ck", "cv", "cq", "mem_k", "mem_v", "window_k", "window_v")
-    named = {name: getattr(call, name) for name in (*rows, "lengths", "counts", "page_table")}
+    tensors = {name: getattr(call, name) for name in (*rows, "lengths", "counts", "page_table")}
     return call._replace(**{
         name: t.contiguous()
-        for name, t in named.items()
+        for name, t in tensors.items()
         if t is not None and (name not in rows or t.stride(-1) != 1)
     })  # fmt: skip
 

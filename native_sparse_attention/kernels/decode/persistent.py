@@ -271,13 +271,13 @@ def num_splits(programs: int, target: int, units: int) -> int:
 
 
 def block_splits(
-    programs: int, blocks: int, blocks_per_tile: int, least: int = 1
+    programs: int, blocks: int, blocks_per_tile: int, min_blocks: int = 1
 ) -> tuple[int, int]:
     """Blocks per split, and the number of splits.
 
-    A split has at least `least` blocks, in multiples of the blocks that one tile of keys holds."""
+    A split has at least `min_blocks` blocks, a multiple of the blocks that a tile of keys holds."""
     split_blocks = cdiv(blocks, num_splits(programs, TARGET_PROGRAMS["blocks"], blocks))
-    split_blocks = cdiv(max(1, split_blocks, least), blocks_per_tile) * blocks_per_tile
+    split_blocks = cdiv(max(1, split_blocks, min_blocks), blocks_per_tile) * blocks_per_tile
     return split_blocks, cdiv(blocks, split_blocks)
 
 
@@ -286,9 +286,9 @@ def plan_ranking(blocks: int, tokens: int, free: int, config: AttentionConfig) -
 
     (1, 0): one program ranks all blocks (`rank_blocks`), because there are not enough `free`
     programs or the selection stride is above 1."""
-    least, most = RANK_SPLIT_BLOCKS
-    programs = min(cdiv(blocks, least), 1 + max(0, free) // tokens)
-    ranked = max(least, next_power_of_2(cdiv(blocks, programs)))
+    min_blocks, most = RANK_SPLIT_BLOCKS
+    programs = min(cdiv(blocks, min_blocks), 1 + max(0, free) // tokens)
+    ranked = max(min_blocks, next_power_of_2(cdiv(blocks, programs)))
     if programs == 1 or ranked > most or config.selection_stride > 1:
         return 1, 0
     return cdiv(blocks, ranked), ranked

@@ -92,13 +92,13 @@ def write_partials(
     if S.PAGE_SIZE > 0:
         page_size = tl.where(is_cmp, S.WINDOWS_PER_PAGE, S.PAGE_SIZE)
         page_row = call.cache.page_table + b * call.cache.t_b
-        in_storage = first_key + i_key < tl.where(is_memory, 0, tl.where(is_cmp, W, N))
-        page = tl.load(page_row + (first_key + i_key) // page_size, mask=in_storage, other=0)
+        is_stored = first_key + i_key < tl.where(is_memory, 0, tl.where(is_cmp, W, N))
+        page = tl.load(page_row + (first_key + i_key) // page_size, mask=is_stored, other=0)
     for i in range(num_blocks):
         n = first_key + i * S.s + i_key
-        in_range = n < tl.where(is_memory, MEMORY, tl.where(is_cmp, W, N))
+        exists = n < tl.where(is_memory, MEMORY, tl.where(is_cmp, W, N))
         if S.s < S.BLOCK_S:
-            in_range &= i_key < tl.where(is_cmp, S.BLOCK_S, S.s)
+            exists &= i_key < tl.where(is_cmp, S.BLOCK_S, S.s)
         k_offsets, v_offsets = n * k_stride, n * v_stride
         if S.PAGE_SIZE > 0:
             slot = tl.where(is_memory, n, n % page_size)
@@ -108,16 +108,16 @@ def write_partials(
             k_offsets = page_id * k_stride_seq + slot * k_stride
             v_offsets = page_id * v_stride_seq + slot * v_stride
             end = tl.where(is_memory, MEMORY, tl.where(is_cmp, position // S.d, position + 1))
-            in_range &= n < end
+            exists &= n < end
             if P.BLOCKS_PER_PROGRAM > 1:
-                in_next = n + S.s < tl.where(is_cmp, 0, N)
-                page = tl.load(page_row + (n + S.s) // page_size, mask=in_next, other=0)
+                is_next = n + S.s < tl.where(is_cmp, 0, N)
+                page = tl.load(page_row + (n + S.s) // page_size, mask=is_next, other=0)
         q_tile = load_rows(q_ptr, head * q_stride, S.D, S.BLOCK_D, valid)
-        k_tile = load_rows(k_ptr, k_offsets, S.D, S.BLOCK_D, in_range)
-        v_tile = load_rows(v_ptr, v_offsets, S.E, S.BLOCK_E, in_range)
+        k_tile = load_rows(k_ptr, k_offsets, S.D, S.BLOCK_D, exists)
+        v_tile = load_rows(v_ptr, v_offsets, S.E, S.BLOCK_E, exists)
         out_row = (((partial + i) * B + b) * P.T + t) * (P.K * S.G) + h * S.G + head
         visible_end = tl.where(is_memory, MEMORY, tl.where(is_cmp, position // S.d, position + 1))
-        visible = in_range & (n < visible_end)
+        visible = exists & (n < visible_end)
         # a tensor, because some versions of the interpreter cannot broadcast a scalar mask
         boundary = i_key * 0 + tl.where(is_boundary, 1, 0)
         visible &= (n >= position - S.w) | (boundary == 0)
@@ -125,7 +125,7 @@ def write_partials(
         if S.TOPN > 0:  # noqa: SIM102
             if has_scores:
                 score_ptr = call.work.scores + ((b * P.T + t) * P.K + h) * W + n
-                tl.store(score_ptr, tl.sum(x, 0), mask=in_range)
+                tl.store(score_ptr, tl.sum(x, 0), mask=exists)
                 arrive(scores_ready)
         if S.CAP:
             x = soft_capped(x, call.cap)
@@ -154,21 +154,21 @@ def select_partials(scores, scratch, position, FIRST_BLOCK, S: tl.constexpr, P: 
         is_candidate = (c >= S.INITIAL) & (c < candidate_end)
         # loops of one iteration: the compiler computes the result of a `while` once, and not again
         # for each layout in which it is used
-        keys, again = tl.full([P.BLOCKS], NO_KEY, tl.int64), 1
-        while again > 0:
+        keys, rounds = tl.full([P.BLOCKS], NO_KEY, tl.int64), 1
+        while rounds > 0:
             keys = block_sort_keys(scores, c, candidate_end, position // S.d, S)
-            again -= 1
-        again = 1
-        while again > 0:
+            rounds -= 1
+        rounds = 1
+        while rounds > 0:
             # the number of better blocks, summed along the first axis: within a thread
-            rank, again = tl.sum((keys[:, None] > keys[None]).to(tl.int32), 0), again - 1
+            rank, rounds = tl.sum((keys[:, None] > keys[None]).to(tl.int32), 0), rounds - 1
         rank = tl.where(is_candidate, rank, UNRANKED)
     selected = ((c < S.INITIAL) | (c > own_block - S.LOCAL) | (rank < S.TOPN)) & (c <= own_block)
-    in_window = (c > tl.maximum(position - S.w, 0) // S.s) & (c <= own_block)
+    overlaps = (c > tl.maximum(position - S.w, 0) // S.s) & (c <= own_block)
     slot = S.TOPN + tl.where(c < S.INITIAL, c, S.INITIAL + own_block - c)
     slot = FIRST_BLOCK + tl.where(rank < S.TOPN, rank, slot)
-    code = c * 4 + selected.to(tl.int32) * 2 + in_window.to(tl.int32)
-    tl.store(scratch + slot, code, mask=selected | in_window)
+    code = c * 4 + selected.to(tl.int32) * 2 + overlaps.to(tl.int32)
+    tl.store(scratch + slot, code, mask=selected | overlaps)
     tl.debug_barrier()
     return tl.load(scratch + tl.arange(0, P.PARTIALS))
 

@@ -77,8 +77,8 @@ def store_scores(scores, row, x, n0, n, num_windows, valid, BLOCK_WINDOWS: tl.co
         x = tl.where((n < num_windows)[None], x, NO_SCORE)
         x = tl.max(tl.reshape(x, [M, N // BLOCK_WINDOWS, BLOCK_WINDOWS]), 2)
         c = n0 // BLOCK_WINDOWS + tl.arange(0, N // BLOCK_WINDOWS)
-        inside = c * BLOCK_WINDOWS < num_windows
-        tl.store(scores + row[:, None] + c[None], x, mask=valid[:, None] & inside[None])
+        is_block = c * BLOCK_WINDOWS < num_windows
+        tl.store(scores + row[:, None] + c[None], x, mask=valid[:, None] & is_block[None])
     else:
         mask = valid[:, None] & (n < num_windows)[None]
         tl.store(scores + row[:, None] + n[None], x, mask=mask)
@@ -220,7 +220,7 @@ def block_split(call, ready, producers, split, b, r, t, step, S: tl.constexpr, P
     window_block = first_window_block + i
     BLOCKS_PER_TILE: tl.constexpr = P.BLOCK_KEYS // S.BLOCK_S
     tile_block = tl.arange(0, P.BLOCK_KEYS) // S.BLOCK_S
-    in_block = tl.arange(0, P.BLOCK_KEYS) % S.BLOCK_S
+    key_slot = tl.arange(0, P.BLOCK_KEYS) % S.BLOCK_S
     out_row = (((step.CMP_PARTIALS + split) * step.B + b) * step.T + t) * (
         call.heads.RANKS * GROUP
     ) + head
@@ -246,8 +246,8 @@ def block_split(call, ready, producers, split, b, r, t, step, S: tl.constexpr, P
         block = tl.where(is_initial, forced, block)
         is_last = (forced >= S.INITIAL) & (index < P.SELECTED_BLOCKS)
         block = tl.where(is_last, own_block - (forced - S.INITIAL), block)
-        in_window = window_block < window_block_end
-        block = tl.where(is_window, tl.where(in_window, window_block, -1), block)
+        is_window_block = window_block < window_block_end
+        block = tl.where(is_window, tl.where(is_window_block, window_block, -1), block)
         split_block = tl.where((i < split_blocks) & (phase == 1), block, -1)
         # a block lies in one page
         clamped_block = tl.maximum(tl.minimum(split_block, own_block), 0)
@@ -263,9 +263,9 @@ def block_split(call, ready, producers, split, b, r, t, step, S: tl.constexpr, P
         num_blocks = tl.where(phase == 1, split_blocks, BLOCKS_PER_TILE)
         for i0 in tl.range(0, num_blocks, BLOCKS_PER_TILE, num_stages=P.BLOCK_STAGES):
             is_block = i[None] == (i0 + tile_block)[:, None]
-            token = tl.max(tl.where(is_block, split_block[None], -1), 1) * S.s + in_block
+            token = tl.max(tl.where(is_block, split_block[None], -1), 1) * S.s + key_slot
             visible = (
-                (in_block < S.s) & (token >= first_token) & (token <= last)
+                (key_slot < S.s) & (token >= first_token) & (token <= last)
             )  # never of block -1
             clamped, page = tl.minimum(tl.maximum(token, 0), tl.maximum(last, 0)), b
             if S.PAGE_SIZE > 0:

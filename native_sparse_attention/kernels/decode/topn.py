@@ -147,14 +147,14 @@ def merge_by_warps(candidates, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr):
         c = tl.min(tl.where(score_order[0] == best_order[:, None], block_ids[0], NO_BLOCK), 1)
         warp_order = tl.where(slot[None] == j, best_order[:, None], warp_order)
         warp_block = tl.where(slot[None] == j, c[:, None], warp_block)
-        taken = block_ids[0] == c[:, None]
+        is_taken = block_ids[0] == c[:, None]
         new_orders = ()
         new_block_ids = ()
         for depth in tl.static_range(1, DEPTH):
-            new_orders += (tl.where(taken, score_order[depth], score_order[depth - 1]),)
-            new_block_ids += (tl.where(taken, block_ids[depth], block_ids[depth - 1]),)
-        new_orders += (tl.where(taken, NO_ORDER, score_order[DEPTH - 1]),)
-        new_block_ids += (tl.where(taken, NO_BLOCK, block_ids[DEPTH - 1]),)
+            new_orders += (tl.where(is_taken, score_order[depth], score_order[depth - 1]),)
+            new_block_ids += (tl.where(is_taken, block_ids[depth], block_ids[depth - 1]),)
+        new_orders += (tl.where(is_taken, NO_ORDER, score_order[DEPTH - 1]),)
+        new_block_ids += (tl.where(is_taken, NO_BLOCK, block_ids[DEPTH - 1]),)
         score_order, block_ids = new_orders, new_block_ids
     order = tl.reshape(warp_order, [WARPS * PADDED_TOPN])
     warp_block = tl.reshape(warp_block, [WARPS * PADDED_TOPN])
@@ -285,18 +285,18 @@ def rank_blocks_split(
             if phase == 1:
                 wait(ready, producers)
             end = tl.where(phase == 1, all_end, 0)
-            own_keys, again = tl.full([P.RANK_SPLIT_BLOCKS], NO_KEY, tl.int64), 1
+            own_keys, rounds = tl.full([P.RANK_SPLIT_BLOCKS], NO_KEY, tl.int64), 1
             # a loop of one iteration: the compiler computes the result of a `while` once, and not
             # again for each layout in which it is used
-            while again > 0:
+            while rounds > 0:
                 own_keys = block_sort_keys(token_scores, c, end, window_end, S)
-                again -= 1
+                rounds -= 1
             better = tl.full([P.RANK_SPLIT_BLOCKS], 0, tl.int32)
             for c0 in range(0, tl.maximum(end, 1), CHUNKS * COMPARED):
                 chunks = ()
                 for i in tl.static_range(CHUNKS):
-                    others = c0 + i * COMPARED + tl.arange(0, COMPARED)
-                    chunks += (block_sort_keys(token_scores, others, end, window_end, S),)
+                    peers = c0 + i * COMPARED + tl.arange(0, COMPARED)
+                    chunks += (block_sort_keys(token_scores, peers, end, window_end, S),)
                 for i in tl.static_range(CHUNKS):
                     better += tl.sum((chunks[i][:, None] > own_keys[None]).to(tl.int32), 0)
             is_best = (c >= S.INITIAL) & (c < end) & (better < S.TOPN)

@@ -41,10 +41,10 @@ from ..common.primitives import (
     EVERYTHING,
     LOCAL_BLOCKS,
     cap_slope,
+    document_interval,
     grid_position,
-    in_document,
     interval,
-    joined,
+    join_softmaxes,
     large,
     load_keys,
     load_rows,
@@ -185,9 +185,9 @@ def tile_ranges(token, first, last, start, entry, documents, T, N, kv_range, F: 
     lo_last, hi_last = interval(start + last, N, floor, reach, stride, F.KIND)
     if F.DOCUMENTS:
         firsts, lasts, unit = documents.first + entry, documents.last + entry, kv_range.unit
-        lo, hi = in_document(lo, hi, token, T, firsts, lasts, unit)
-        lo_first, hi_first = in_document(lo_first, hi_first, first, T, firsts, lasts, unit)
-        lo_last, hi_last = in_document(lo_last, hi_last, last, T, firsts, lasts, unit)
+        lo, hi = document_interval(lo, hi, token, T, firsts, lasts, unit)
+        lo_first, hi_first = document_interval(lo_first, hi_first, first, T, firsts, lasts, unit)
+        lo_last, hi_last = document_interval(lo_last, hi_last, last, T, firsts, lasts, unit)
     return lo, hi, lo_first, hi_first, lo_last, hi_last
 
 
@@ -301,9 +301,9 @@ def nsa_flash_fwd(
         local, end = tl.maximum(local, lo), hi
         hi = tl.minimum(hi, local)
         local_begin = local_first // F.BLOCK_N * F.BLOCK_N
-        to_local = tl.maximum(tl.cdiv(tl.minimum(hi_last, local_last) - begin, F.BLOCK_N), 0)
-        to_initial = to_local + tl.maximum(tl.cdiv(hi_last - local_begin, F.BLOCK_N), 1)
-        tiles_seen = to_initial + tl.cdiv(inner_floor, F.BLOCK_N)
+        local_step = tl.maximum(tl.cdiv(tl.minimum(hi_last, local_last) - begin, F.BLOCK_N), 0)
+        initial_step = local_step + tl.maximum(tl.cdiv(hi_last - local_begin, F.BLOCK_N), 1)
+        tiles_seen = initial_step + tl.cdiv(inner_floor, F.BLOCK_N)
         all_hi = tl.minimum(all_hi, local_first)
 
     large_logits = True
@@ -325,26 +325,26 @@ def nsa_flash_fwd(
     for j in range(0, tiles_seen):
         n0 = begin + j * F.BLOCK_N
         if F.INNER:
-            if j >= to_local:
-                n0 = local_begin + (j - to_local) * F.BLOCK_N
-            if j >= to_initial:
-                n0 = (j - to_initial) * F.BLOCK_N
+            if j >= local_step:
+                n0 = local_begin + (j - local_step) * F.BLOCK_N
+            if j >= initial_step:
+                n0 = (j - initial_step) * F.BLOCK_N
         n = n0 + tl.arange(0, F.BLOCK_N)
         # [N, D], [N, E]
         k_tile = load_tile(k, b, h, n, n0, N, F.D, F.BLOCK_D, F.TMA)
         v_tile = load_tile(v, b, h, n, n0, N, F.E, F.BLOCK_E, F.TMA)
         s = logits(q_tile, k_tile, scale_log2, cap, F)
         if F.INNER:
-            if j == to_local:
+            if j == local_step:
                 rare(lse, n0)
                 outer_acc, outer_m, outer_l = acc, m, l
                 acc, l = tl.zeros_like(acc), tl.zeros_like(l)
                 m = inner_m
                 lo, hi = local, end
                 all_lo, all_hi = local_last, hi_first
-            if j == to_initial:
+            if j == initial_step:
                 rare(lse, n0)
-                outer_acc, outer_m, outer_l = joined(outer_acc, outer_m, outer_l, acc, m, l)
+                outer_acc, outer_m, outer_l = join_softmaxes(outer_acc, outer_m, outer_l, acc, m, l)
                 lo, hi = lo * 0, tl.minimum(start + token + 1, inner_floor)
                 all_lo, all_hi = 0, tl.minimum(start + first + 1, inner_floor)
         if (n0 < all_lo) | (n0 + F.BLOCK_N > all_hi):
@@ -355,12 +355,12 @@ def nsa_flash_fwd(
         )
 
     if F.INNER:
-        if tiles_seen == to_initial:
-            outer_acc, outer_m, outer_l = joined(outer_acc, outer_m, outer_l, acc, m, l)
+        if tiles_seen == initial_step:
+            outer_acc, outer_m, outer_l = join_softmaxes(outer_acc, outer_m, outer_l, acc, m, l)
         store_softmax(out, lse, row, outer_acc, outer_m, outer_l, F.E, F.BLOCK_E, real)
         if F.SINKS:
             nothing, one = tl.zeros_like(acc), tl.full([F.BLOCK_M], 1.0, tl.float32)
-            acc, m, l = joined(acc, m, l, nothing, load_sinks(inner_sinks, head), one)
+            acc, m, l = join_softmaxes(acc, m, l, nothing, load_sinks(inner_sinks, head), one)
         store_softmax(outputs.inner_out, outputs.inner_lse, row, acc, m, l, F.E, F.BLOCK_E, real)
     else:
         if F.PREFIX:
@@ -437,12 +437,12 @@ def nsa_flash_dq(
         inner_floor = kv_range.inner_floor
         local, _local_hi = local_blocks(start + token, N, kv_range)
         local_first, _local_hi_first = local_blocks(start + first, N, kv_range)
-        to_initial = steps
+        initial_step = steps
         steps += tl.cdiv(inner_floor, F.BLOCK_N)
     for j in range(0, steps):
         n0 = begin + j * F.BLOCK_N
-        if F.INNER and j >= to_initial:
-            n0 = (j - to_initial) * F.BLOCK_N
+        if F.INNER and j >= initial_step:
+            n0 = (j - initial_step) * F.BLOCK_N
         n = n0 + tl.arange(0, F.BLOCK_N)
         k_tile = load_tile(k, b, h, n, n0, N, F.D, F.BLOCK_D, F.TMA)
         v_tile = load_tile(v, b, h, n, n0, N, F.E, F.BLOCK_E, F.TMA)
@@ -450,7 +450,7 @@ def nsa_flash_dq(
         if F.CAP:
             slope = cap_slope(s, cap)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
-        if F.INNER and j == to_initial:
+        if F.INNER and j == initial_step:
             rare(rows.delta, n0)
             lse_row, delta_row = inner_lse_row, inner_delta_row
             lo, hi = lo * 0, tl.minimum(start + token + 1, inner_floor)
@@ -459,7 +459,7 @@ def nsa_flash_dq(
             rare(rows.delta, n0)
             s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
         _p, ds = softmax_grad(s, unit_scale, dp, lse_row[:, None], delta_row[:, None], F.GATED)
-        if F.INNER and (j < to_initial) & (n0 + F.BLOCK_N > local_first):
+        if F.INNER and (j < initial_step) & (n0 + F.BLOCK_N > local_first):
             rare(rows.delta, n0)
             s = tl.where(n[None] >= local[:, None], s, float("-inf"))
             _p, inner_ds = softmax_grad(
@@ -495,9 +495,9 @@ def nsa_flash_dkv(
         start = tl.load(starts + b).to(tl.int32)
     n0 = block * F.BLOCK_N
     n = n0 + tl.arange(0, F.BLOCK_N)
-    inside = n < N
-    k_tile = load_rows(k.ptr, b * k.b + h * k.h + large(n, F.WIDE) * k.n, F.D, F.BLOCK_D, inside)
-    v_tile = load_rows(v.ptr, b * v.b + h * v.h + large(n, F.WIDE) * v.n, F.E, F.BLOCK_E, inside)
+    is_key = n < N
+    k_tile = load_rows(k.ptr, b * k.b + h * k.h + large(n, F.WIDE) * k.n, F.D, F.BLOCK_D, is_key)
+    v_tile = load_rows(v.ptr, b * v.b + h * v.h + large(n, F.WIDE) * v.n, F.E, F.BLOCK_E, is_key)
     dk_acc = tl.full([F.BLOCK_N, F.BLOCK_D], 0.0, tl.float32)
     dv_acc = tl.full([F.BLOCK_N, F.BLOCK_E], 0.0, tl.float32)
     # applies to products that `logits` leaves unscaled
@@ -514,8 +514,8 @@ def nsa_flash_dkv(
     full, full_end = seen_by(last, n0, reach, stride, F.KIND)
     if F.DOCUMENTS:
         firsts, lasts = documents.first + b * T, documents.last + b * T
-        first, full_end = in_document(first, full_end, n0 * unit, T, firsts, lasts, 1)
-        full, end = in_document(full, end, last * unit, T, firsts, lasts, 1)
+        first, full_end = document_interval(first, full_end, n0 * unit, T, firsts, lasts, 1)
+        full, end = document_interval(full, end, last * unit, T, firsts, lasts, 1)
         # no query sees a key past its document's last token
         full_end = tl.where(last * unit < end, full_end, 0)
     first_tile = tl.maximum(first - start, 0) // TOKENS
@@ -560,9 +560,9 @@ def nsa_flash_dkv(
             if phase != 1:
                 lo, hi = interval(start + token, N, floor, reach, stride, F.KIND)
                 if F.DOCUMENTS:
-                    lo, hi = in_document(lo, hi, token, T, firsts, lasts, unit)
-                seen = (n[:, None] >= lo[None]) & (n[:, None] < hi[None]) & real[None]
-                s = tl.where(seen, s, float("-inf"))
+                    lo, hi = document_interval(lo, hi, token, T, firsts, lasts, unit)
+                visible = (n[:, None] >= lo[None]) & (n[:, None] < hi[None]) & real[None]
+                s = tl.where(visible, s, float("-inf"))
             p, ds = softmax_grad(s, unit_scale, dp, lse_row[None], delta_row[None], F.GATED)
             if F.INNER and phase == 0:
                 lse_row = tl.load(rows.inner_lse + row, mask=real, other=0.0)
@@ -580,8 +580,8 @@ def nsa_flash_dkv(
 
     B = lines // K
     entry = ((split * B + b) * N + n) * K + h
-    store_rows(dk, entry * F.D, dk_acc * scale, F.D, F.BLOCK_D, inside)
-    store_rows(dv, entry * F.E, dv_acc, F.E, F.BLOCK_E, inside)
+    store_rows(dk, entry * F.D, dk_acc * scale, F.D, F.BLOCK_D, is_key)
+    store_rows(dv, entry * F.E, dv_acc, F.E, F.BLOCK_E, is_key)
 
 
 # launches

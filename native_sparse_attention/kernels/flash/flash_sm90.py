@@ -38,11 +38,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common import launch
 from ..common.gluon_sm90 import (
-    at_named_barrier,
     barriers,
     buffers,
     load_box,
     load_elements,
+    named_barrier,
     probabilities,
     store_box,
     thread_barrier,
@@ -196,7 +196,7 @@ def read_rows(t, smem, bar, b, token, head):
 
 @gluon.jit
 def read_blocks(
-    k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, num_local, begin, num_outer,
+    k, v, pk, pv, each, k_smem, v_smem, full, turn, b, h, local, num_local, begin, num_outer,
     num_initial, F: gl.constexpr,
 ):  # fmt: skip
     """Load a tile's KV blocks, and those of a prefix (per sequence with `each`), into the stages of
@@ -206,9 +206,9 @@ def read_blocks(
         block = local + j
         block = gl.where(j >= num_local, begin + j - num_local, block)
         block = gl.where(j >= num_local + num_outer, j - num_local - num_outer, block)
-        slot = done % F.STAGES
-        if done >= F.STAGES:
-            at_named_barrier("sync", slot, THREADS)
+        slot = turn % F.STAGES
+        if turn >= F.STAGES:
+            named_barrier("sync", slot, THREADS)
         bar = full.index(slot)
         mbarrier.expect(bar, BYTES)
         if F.PREFIX:
@@ -221,8 +221,8 @@ def read_blocks(
         at = [b, block * KEYS, h, 0]
         load_box(k, at, bar, k_smem.index(slot), pred=not is_prefix)
         load_box(v, at, bar, v_smem.index(slot), pred=not is_prefix)
-        done += 1
-    return done
+        turn += 1
+    return turn
 
 
 @gluon.jit
@@ -233,36 +233,36 @@ def produce(
     """The producer warp. BACKWARD: it also loads d_out and, with ADD, dq after the blocks."""
     BYTES: gl.constexpr = CONSUMERS * ROWS * q.block_shape[3] * 2
     TOKENS: gl.constexpr = CONSUMERS * ROWS // F.G
-    done = 0
+    turn = 0
     for iteration in range(0, num_work_tiles(tiles * B * F.K)):
         tile, b, h = tile_position(iteration, tiles, B, F.K)
         local, num_local, begin, num_outer, num_initial = blocks_of(tile, kv_range, TOKENS, F)
         if iteration > 0:
-            at_named_barrier("sync", QUERIES, THREADS)
+            named_barrier("sync", QUERIES, THREADS)
         mbarrier.expect(q_bar.index(0), 2 * BYTES if BACKWARD else BYTES)
         read_rows(q, q_smem, q_bar.index(0), b, tile * TOKENS, h * F.G)
         if BACKWARD:
             read_rows(d_out, do_smem, q_bar.index(0), b, tile * TOKENS, h * F.G)
-        done = read_blocks(
-            k, v, pk, pv, each, k_smem, v_smem, full, done, b, h, local, num_local, begin,
+        turn = read_blocks(
+            k, v, pk, pv, each, k_smem, v_smem, full, turn, b, h, local, num_local, begin,
             num_outer, num_initial, F,
         )  # fmt: skip
         if F.ADD:
             if iteration > 0:
-                at_named_barrier("sync", ADDED, THREADS)
+                named_barrier("sync", ADDED, THREADS)
             mbarrier.expect(dq_bar.index(0), BYTES)
             read_rows(dq, dq_smem, dq_bar.index(0), b, tile * TOKENS, h * F.G)
-    at_named_barrier("sync", QUERIES, THREADS)
+    named_barrier("sync", QUERIES, THREADS)
     if F.ADD:
-        at_named_barrier("sync", ADDED, THREADS)
+        named_barrier("sync", ADDED, THREADS)
     # wait until the consumers have released all stages, so that every barrier completes
-    for i in range(gl.maximum(done - F.STAGES, 0), done):
-        at_named_barrier("sync", i % F.STAGES, THREADS)
+    for i in range(gl.maximum(turn - F.STAGES, 0), turn):
+        named_barrier("sync", i % F.STAGES, THREADS)
 
 
 @gluon.jit
 def process_blocks(
-    q, k_smem, v_smem, full, done, acc, m, l, first, count, lo, hi, all_lo, all_hi, scale_log2,
+    q, k_smem, v_smem, full, turn, acc, m, l, first, count, lo, hi, all_lo, all_hi, scale_log2,
     STAGES: gl.constexpr, BY_BOUND: gl.constexpr,
 ):  # fmt: skip
     """Fold `count` blocks into a running softmax; see `primitives.scaled_step`."""
@@ -271,8 +271,8 @@ def process_blocks(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     zero = gl.zeros([ROWS, KEYS], gl.float32, S)
     for j in range(0, count):
-        slot = done % STAGES
-        mbarrier.wait(full.index(slot), (done // STAGES) & 1)
+        slot = turn % STAGES
+        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
         k_tile = k_smem.index(slot).reshape([KEYS, D])
         s = warpgroup_mma(q, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -294,9 +294,9 @@ def process_blocks(
         left = gl.convert_layout(p.to(k_smem.dtype), LEFT)
         acc = warpgroup_mma(left, v_tile, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        at_named_barrier("arrive", slot, THREADS)
-        done += 1
-    return done, acc, m, l
+        named_barrier("arrive", slot, THREADS)
+        turn += 1
+    return turn, acc, m, l
 
 
 # keys that each row must see for the row bound to be used, as in `primitives.measured_from`
@@ -311,8 +311,8 @@ def measured_from(q, key_norm, scale_log2, keys, real, m):
     bound = gl.convert_layout(gl.sqrt(gl.sum(x * x, 1)), m.type.layout)
     bound = bound * (key_norm * gl.abs(scale_log2))
     most = gl.max(gl.where((keys < FEWEST) & real, float("inf"), bound), 0)
-    by_bound = most <= LARGEST_BOUND
-    return gl.where(by_bound, bound, m), by_bound
+    is_bounded = most <= LARGEST_BOUND
+    return gl.where(is_bounded, bound, m), is_bounded
 
 
 @gluon.jit
@@ -343,7 +343,7 @@ def consume(
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     start, T = kv_range.start, kv_range.T
     i = gl.arange(0, ROWS, ROW)
-    done = 0
+    turn = 0
     if F.BOUNDED:
         _, b, h = tile_position(0, tiles, B, F.K)
         key_norm = gl.load(rows.norms + b * F.K + h)
@@ -368,11 +368,11 @@ def consume(
         mbarrier.wait(q_bar.index(0), iteration & 1)
         q = q_smem.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
         m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-        by_bound = False
+        is_bounded = False
         if F.BOUNDED:
-            m, by_bound = measured_from(q, key_norm, scale_log2, keys, real, m)
+            m, is_bounded = measured_from(q, key_norm, scale_log2, keys, real, m)
         fence_async_shared()  # TMA may overwrite q after this load
-        at_named_barrier("arrive", QUERIES, THREADS)
+        named_barrier("arrive", QUERIES, THREADS)
         if F.BOUNDED:  # prefetch for the next work tile
             _, next_b, next_h = tile_position(iteration + 1, tiles, B, F.K)
             key_norm = gl.load(rows.norms + next_b * F.K + next_h)
@@ -382,23 +382,23 @@ def consume(
         at = [b, token, h * F.G, 0]
         smem = out_smem.index(CONSUMER)
         for path in gl.static_range(0 if F.BOUNDED else 1, 2):
-            active = by_bound == (path == 0)
+            active = is_bounded == (path == 0)
             if F.INNER:
-                done, acc, m, l = process_blocks(
-                    q, k_smem, v_smem, full, done, acc, m, l, local, gl.where(active, num_local, 0),
+                turn, acc, m, l = process_blocks(
+                    q, k_smem, v_smem, full, turn, acc, m, l, local, gl.where(active, num_local, 0),
                     local_lo, gl.where(local_lo < hi, hi, 0), local_start(p1, kv_range), all_hi,
                     scale_log2, F.STAGES, path == 0,
                 )  # fmt: skip
                 inner_acc, inner_m, inner_l = acc, m, l
-                done, acc, m, l = process_blocks(
-                    q, k_smem, v_smem, full, done, acc, m, l, begin, gl.where(active, num_outer, 0),
+                turn, acc, m, l = process_blocks(
+                    q, k_smem, v_smem, full, turn, acc, m, l, begin, gl.where(active, num_outer, 0),
                     lo, gl.minimum(hi, local_lo), all_lo,
                     gl.minimum(all_hi, local_start(p0, kv_range)), scale_log2, F.STAGES, path == 0,
                 )  # fmt: skip
                 if active:
                     write(out, rows.lse, smem, acc, m, l, at, row, real)
-                done, inner_acc, inner_m, inner_l = process_blocks(
-                    q, k_smem, v_smem, full, done, inner_acc, inner_m, inner_l, 0,
+                turn, inner_acc, inner_m, inner_l = process_blocks(
+                    q, k_smem, v_smem, full, turn, inner_acc, inner_m, inner_l, 0,
                     gl.where(active, num_initial, 0), lo * 0, gl.minimum(position + 1, floor), 0,
                     gl.minimum(p0 + 1, floor), scale_log2, F.STAGES, path == 0,
                 )  # fmt: skip
@@ -407,13 +407,13 @@ def consume(
                         inner_out, rows.inner_lse, smem, inner_acc, inner_m, inner_l, at, row, real
                     )
             else:
-                done, acc, m, l = process_blocks(
-                    q, k_smem, v_smem, full, done, acc, m, l, begin, gl.where(active, num_outer, 0),
+                turn, acc, m, l = process_blocks(
+                    q, k_smem, v_smem, full, turn, acc, m, l, begin, gl.where(active, num_outer, 0),
                     lo, hi, all_lo, all_hi, scale_log2, F.STAGES, path == 0,
                 )  # fmt: skip
             if F.PREFIX:  # the bounds do not cover learned memory
-                done, acc, m, l = process_blocks(
-                    q, k_smem, v_smem, full, done, acc, m, l, 0, gl.where(active, num_initial, 0),
+                turn, acc, m, l = process_blocks(
+                    q, k_smem, v_smem, full, turn, acc, m, l, 0, gl.where(active, num_initial, 0),
                     lo * 0, prefix_hi, 0, prefix_all_hi, scale_log2, F.STAGES,
                     path == 0 and F.KIND == LOCAL_BLOCKS,
                 )  # fmt: skip
@@ -460,7 +460,7 @@ def nsa_flash_fwd_sm90(
 
 @gluon.jit
 def process_dq_blocks(
-    q, d_out, k_smem, v_smem, full, done, acc, lse, delta, other_lse, other_delta, first, count,
+    q, d_out, k_smem, v_smem, full, turn, acc, lse, delta, other_lse, other_delta, first, count,
     lo, hi, other_lo, all_lo, all_hi, scale_log2, STAGES: gl.constexpr, BOTH: gl.constexpr,
     GATED: gl.constexpr,
 ):  # fmt: skip
@@ -471,8 +471,8 @@ def process_dq_blocks(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     zero = gl.zeros([ROWS, KEYS], gl.float32, S)
     for j in range(0, count):
-        slot = done % STAGES
-        mbarrier.wait(full.index(slot), (done // STAGES) & 1)
+        slot = turn % STAGES
+        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
         k_tile = k_smem.index(slot).reshape([KEYS, D])
         v_tile = v_smem.index(slot).reshape([KEYS, D])
         s = warpgroup_mma(q, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -491,9 +491,9 @@ def process_dq_blocks(
         left = gl.convert_layout(ds.to(k_smem.dtype), LEFT)
         acc = warpgroup_mma(left, k_tile, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        at_named_barrier("arrive", slot, THREADS)
-        done += 1
-    return done, acc
+        named_barrier("arrive", slot, THREADS)
+        turn += 1
+    return turn, acc
 
 
 @gluon.jit
@@ -524,7 +524,7 @@ def consume_dq(
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     start, T, N = kv_range.start, kv_range.T, kv_range.N
     i, scale_log2 = gl.arange(0, ROWS, ROW), scale * 1.4426950408889634
-    done = 0
+    turn = 0
     next_lse, next_delta, next_other_lse, next_other_delta = load_lse_delta(
         i, 0, tiles, B, rows, start, T, CONSUMER, F
     )
@@ -542,7 +542,7 @@ def consume_dq(
         q = q_smem.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
         d_out = do_smem.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
         fence_async_shared()  # TMA may overwrite q and d_out after these loads
-        at_named_barrier("arrive", QUERIES, THREADS)
+        named_barrier("arrive", QUERIES, THREADS)
         # prefetch for the next work tile
         next_lse, next_delta, next_other_lse, next_other_delta = load_lse_delta(
             i, iteration + 1, tiles, B, rows, start, T, CONSUMER, F
@@ -550,13 +550,13 @@ def consume_dq(
         tma.store_wait(0)  # the previous work tile's dq is written
         if F.ADD:  # noqa: SIM102
             if iteration > 0:
-                at_named_barrier("arrive", ADDED, THREADS)
+                named_barrier("arrive", ADDED, THREADS)
         acc = gl.zeros([ROWS, D], gl.float32, ACC)
         hi_before, all_before = hi, all_hi
         if F.INNER:
             # the window contains the local keys
-            done, acc = process_dq_blocks(
-                q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, other_lse,
+            turn, acc = process_dq_blocks(
+                q, d_out, k_smem, v_smem, full, turn, acc, lse_row, delta_row, other_lse,
                 other_delta, local, num_local, lo, hi, local_start(position, kv_range), all_lo,
                 all_hi, scale_log2, F.STAGES, True, F.GATED,
             )  # fmt: skip
@@ -564,22 +564,22 @@ def consume_dq(
             at = local_start(start + tile * (CONSUMERS * TOKENS), kv_range)
             at = gl.where(num_local > 0, at // KEYS * KEYS, N)
             hi_before, all_before = gl.minimum(hi, at), gl.minimum(all_hi, at)
-        done, acc = process_dq_blocks(
-            q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, lse_row, delta_row,
+        turn, acc = process_dq_blocks(
+            q, d_out, k_smem, v_smem, full, turn, acc, lse_row, delta_row, lse_row, delta_row,
             begin, num_outer, lo, hi_before, lo, all_lo, all_before, scale_log2, F.STAGES, False,
             F.GATED,
         )  # fmt: skip
         if F.INNER:
             floor = kv_range.inner_floor
-            done, acc = process_dq_blocks(
-                q, d_out, k_smem, v_smem, full, done, acc, other_lse, other_delta, lse_row,
+            turn, acc = process_dq_blocks(
+                q, d_out, k_smem, v_smem, full, turn, acc, other_lse, other_delta, lse_row,
                 delta_row, 0, num_initial, lo * 0, gl.minimum(position + 1, floor), lo, 0,
                 gl.minimum(p0 + 1, floor), scale_log2, F.STAGES, False, F.GATED,
             )  # fmt: skip
         if F.PREFIX:
             prefix_hi, prefix_all_hi = prefix_range(position, p0, kv_range.P, F.KIND)
-            done, acc = process_dq_blocks(
-                q, d_out, k_smem, v_smem, full, done, acc, lse_row, delta_row, lse_row, delta_row,
+            turn, acc = process_dq_blocks(
+                q, d_out, k_smem, v_smem, full, turn, acc, lse_row, delta_row, lse_row, delta_row,
                 0, num_initial, lo * 0, prefix_hi, lo, 0, prefix_all_hi, scale_log2, F.STAGES,
                 False, F.GATED,
             )  # fmt: skip
@@ -593,7 +593,7 @@ def consume_dq(
         store_box(dq, [b, token, h * F.G, 0], smem)
     tma.store_wait(0)
     if F.ADD:
-        at_named_barrier("arrive", ADDED, THREADS)
+        named_barrier("arrive", ADDED, THREADS)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -691,7 +691,7 @@ def produce_dkv(
         i = tile - begin
         slot = i % F.STAGES
         if i >= F.STAGES:
-            at_named_barrier("sync", slot, THREADS)
+            named_barrier("sync", slot, THREADS)
         bar = full.index(slot)
         mbarrier.expect(bar, ROWS * D * 4)
         at = [b, tile * TOKENS, h * F.G, 0]
@@ -706,7 +706,7 @@ def produce_dkv(
         async_copy.mbarrier_arrive(bar, increment_count=False)
     # complete every barrier before the warp exits
     for i in range(gl.maximum(end - begin - F.STAGES, 0), gl.maximum(end - begin, 0)):
-        at_named_barrier("sync", i % F.STAGES, THREADS)
+        named_barrier("sync", i % F.STAGES, THREADS)
 
 
 @gluon.jit
@@ -760,9 +760,9 @@ def accumulate(
         delta = rows.index(slot * 4 + 3).slice(first_row, M, 0).load(ROW)
         hi = gl.convert_layout(local_end, KEY)
         s = gl.where(position[None] < hi[:, None], s, float("-inf"))
-        other = probabilities(s, scale_log2, lse[None], delta[None], GATED)
-        p += other
-        ds += other * (dp - delta[None])
+        local_p = probabilities(s, scale_log2, lse[None], delta[None], GATED)
+        p += local_p
+        ds += local_p * (dp - delta[None])
     dv = warpgroup_mma(gl.convert_layout(p.to(dtype), LEFT), do_tile, dv, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds.to(dtype), LEFT), q_tile, dk, is_async=True)
     return warpgroup_mma_wait(0, deps=[dk, dv])
@@ -804,7 +804,7 @@ def consume_dkv(
                     rows_smem, slot, half * HALF, start + tile * TOKENS, bounds, True, scale_log2,
                     F.G, True, F.GATED,
                 )  # fmt: skip
-            at_named_barrier("arrive", slot, THREADS)
+            named_barrier("arrive", slot, THREADS)
     for tile in range(middle, end):
         slot = (tile - begin) % F.STAGES
         mbarrier.wait(full.index(slot), ((tile - begin) // F.STAGES) & 1)
@@ -815,7 +815,7 @@ def consume_dkv(
             k_tile, v_tile, q_tile, do_tile, dk_acc, dv_acc, rows_smem, slot, 0,
             start + tile * TOKENS, bounds, masked, scale_log2, F.G, False, F.GATED,
         )  # fmt: skip
-        at_named_barrier("arrive", slot, THREADS)
+        named_barrier("arrive", slot, THREADS)
     entry = ((gl.program_id(1) * B + b) * N + key).to(gl.int64) * F.K + h
     at = entry[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, ACC))[None]
     gl.store(dk + at, dk_acc * scale, mask=(key < N)[:, None])

@@ -117,9 +117,9 @@ def nsa_selected_valid_indices(
     if F.CAUSAL:
         keep = keep & (c <= query_block) & (c <= query_block - F.num_local)
     c = tl.where(keep, c, -1)
-    for other in range(0, n):
-        repeated = tl.load(block_indices + row * n + other, mask=row < ROWS, other=-1)
-        c = tl.where((c == repeated[:, None]) & (slot > other)[None], -1, c)
+    for previous in range(0, n):
+        repeated = tl.load(block_indices + row * n + previous, mask=row < ROWS, other=-1)
+        c = tl.where((c == repeated[:, None]) & (slot > previous)[None], -1, c)
     tl.store(valid + row[:, None] * n + slot[None], c.to(tl.int32), mask=real)
 
 
@@ -263,10 +263,10 @@ def plan_backward(inputs: Inputs) -> BackwardPlan:
     if not selection.block_indices.shape[-1]:
         return BackwardPlan(False)
     if key_major.is_faster(inputs):
-        return BackwardPlan(True, block_csr=key_major.allocate_backward(inputs, with_dq=True))
+        return BackwardPlan(True, block_csr=key_major.allocate_backward(inputs, has_dq=True))
     unions = union.allocate_unions(selection, q.shape[2], q.dtype)
     pair_tokens = key_major.pair_tokens(inputs)
-    block_csr = key_major.allocate_backward(inputs, with_dq=False, pair_tokens=pair_tokens)
+    block_csr = key_major.allocate_backward(inputs, has_dq=False, pair_tokens=pair_tokens)
     return BackwardPlan(False, unions, block_csr, pair_tokens)
 
 

@@ -176,11 +176,11 @@ def nsa_csr_work_tiles(
             length_class = tl.where(
                 remainder > 0, (tile_pairs - 1 - remainder) * CLASSES // tile_pairs, -1
             )
-            in_class = length_class[:, None] == tl.arange(0, CLASSES)[None]
-            class_ranks = tl.cumsum(in_class.to(tl.int32), 0)
-            class_counts = tl.sum(in_class.to(tl.int32), 0)
+            is_class = length_class[:, None] == tl.arange(0, CLASSES)[None]
+            class_ranks = tl.cumsum(is_class.to(tl.int32), 0)
+            class_counts = tl.sum(is_class.to(tl.int32), 0)
             at = work_tiles + tl.sum(ordered_tiles, 0) + tl.cumsum(class_counts, 0) - class_counts
-            at = tl.sum(tl.where(in_class, at[None] + class_ranks - 1, 0), 1)
+            at = tl.sum(tl.where(is_class, at[None] + class_ranks - 1, 0), 1)
             tl.store(owner + at, block, mask=remainder > 0)
             tl.store(ordinals + at, ordered_tiles, mask=remainder > 0)
         at = work_tiles + tl.cumsum(ordered_tiles, 0) - ordered_tiles

@@ -366,7 +366,7 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def plan(
-    kernel: str, facts: Facts, length: int, heads: int, with_dq: bool = False, gated: bool = False
+    kernel: str, facts: Facts, length: int, heads: int, has_dq: bool = False, gated: bool = False
 ) -> Plan:
     """The settings of "forward" or "backward" over a chunk of `length` tokens and `heads` heads."""
     at, s, is_forward = facts, facts.s, kernel == "forward"
@@ -382,7 +382,7 @@ def plan(
         RAGGED=at.ragged, DIAGONAL=at.diagonal, ENDS=at.ends, CAP=at.capped,
         # tiles have no padding keys, and each row sees all keys
         WHOLE=launch.padded(s) == s and at.whole, POSITIVE=at.positive or not is_forward,
-        GATES=at.gated and not is_forward, GATED=gated, DQ=with_dq, WIDE=at.wide or wide,
+        GATES=at.gated and not is_forward, GATED=gated, DQ=has_dq, WIDE=at.wide or wide,
     )  # fmt: skip
     return Plan(settings, tile.num_warps, tile.num_stages)
 
@@ -395,9 +395,9 @@ def key_tiles(inputs: Inputs) -> int:
     return plan("backward", at, at.T, at.K).settings.KEY_TILES
 
 
-def allocate_backward(inputs: Inputs, with_dq: bool, pair_tokens: int = 1) -> CSRPlan:
-    """Workspaces of the CSR of a backward, with partial dq if `with_dq`."""
-    rows = key_tiles(inputs) * inputs.facts.G if with_dq else 0
+def allocate_backward(inputs: Inputs, has_dq: bool, pair_tokens: int = 1) -> CSRPlan:
+    """Workspaces of the CSR of a backward, with partial dq if `has_dq`."""
+    rows = key_tiles(inputs) * inputs.facts.G if has_dq else 0
     return csr.allocate_chunks(inputs, "backward", rows, pair_tokens)
 
 

@@ -31,11 +31,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common import launch
 from ..common.gluon_sm90 import (
-    at_named_barrier,
     barriers,
     buffers,
     load_box,
     load_elements,
+    named_barrier,
     probabilities,
     reinterpret,
     thread_barrier,
@@ -180,7 +180,7 @@ def produce(q, d_out, k, v, lse, delta, strides, work, block, ring, F: gl.conste
                 token = e // (F.n * F.R) * F.TOKENS + row // F.GROUP % F.TOKENS
                 at = token.to(gl.int64) * (F.R * F.G) + pair_heads(e, row, F)
                 if j >= STAGES:
-                    at_named_barrier("sync", stage, THREADS)
+                    named_barrier("sync", stage, THREADS)
                 bar, first = ring.full.index(stage), stage * BOXES
                 if F.BY_ROW:
                     LAYOUT: gl.constexpr = gl.SliceLayout(1, copy_layout(F.GROUP))
@@ -199,7 +199,7 @@ def produce(q, d_out, k, v, lse, delta, strides, work, block, ring, F: gl.conste
         begin, end = (begin0, end0) if consumer == 0 else (begin1, end1)
         steps = gl.maximum(gl.cdiv(end - begin, F.PAIRS), 0)
         for j in range(gl.maximum(steps - STAGES, 0), steps):
-            at_named_barrier("sync", consumer * STAGES + j % STAGES, THREADS)
+            named_barrier("sync", consumer * STAGES + j % STAGES, THREADS)
 
 
 @gluon.jit
@@ -272,7 +272,7 @@ def consume(
             fence_async_shared()
             thread_barrier()
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-        at_named_barrier("arrive", stage, THREADS)
+        named_barrier("arrive", stage, THREADS)
         if F.DQ:
             dq = gl.zeros([ROWS, D], gl.float32, ACC)
             dq = warpgroup_mma(ds_tile.permute((1, 0)), k_tile, dq, use_acc=False, is_async=True)
@@ -362,13 +362,13 @@ def pair_tokens(inputs: Inputs) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def plan(facts: Facts, heads: int, tokens: int, with_dq: bool, gated: bool) -> Any:
+def plan(facts: Facts, heads: int, tokens: int, has_dq: bool, gated: bool) -> Any:
     """The compile-time settings of a launch over chunks of `heads` KV heads."""
     group = next_power_of_2(facts.G)
     rows = tokens * group
     return Settings(
         K=facts.K, HEADS=heads, R=facts.R, n=facts.n, G=facts.G, GROUP=group, TOKENS=tokens,
-        STAGES=STAGES, GATED=gated, DQ=with_dq, BY_ROW=rows < MIN_BOX_ROWS, REGISTERS=REGISTERS,
+        STAGES=STAGES, GATED=gated, DQ=has_dq, BY_ROW=rows < MIN_BOX_ROWS, REGISTERS=REGISTERS,
         PAIR_ROWS=rows, PAIRS=ROWS.value // rows,
     )  # fmt: skip
 

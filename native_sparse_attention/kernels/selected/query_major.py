@@ -290,8 +290,8 @@ def nsa_selected_dq_query_major(
                     gate_grad = tl.reshape(gate_grad, [F.BLOCK_M, SLOTS, F.BLOCK_S])
                     slot = first_slot + tl.arange(0, SLOTS)
                     at = (row * F.n)[:, None] + slot[None]
-                    seen = real[:, None] & (slot < F.n)[None]
-                    tl.store(d_gates + at, tl.sum(gate_grad, 2), mask=seen)
+                    valid_slots = real[:, None] & (slot < F.n)[None]
+                    tl.store(d_gates + at, tl.sum(gate_grad, 2), mask=valid_slots)
                 ds *= weight
             if F.CAP:
                 ds *= cap_slope(logits, cap)

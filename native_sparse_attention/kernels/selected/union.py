@@ -114,12 +114,12 @@ def nsa_selected_union(
     c = load_blocks(block_indices, b, r, first + member * F.STRIDE, i % SLOTS, T, F.R, n)
     holders = tl.full([ALL], 0, tl.int32)
     # few loops are unrolled: a program runs once, and unrolled code would have to be fetched
-    for other in range(0, all_members):
-        same, token = c < -1, first + other * F.STRIDE
+    for peer in range(0, all_members):
+        same, token = c < -1, first + peer * F.STRIDE
         for first_slot in range(0, n, 4):
             for j in tl.static_range(4):
                 same |= c == load_blocks(block_indices, b, r, token, first_slot + j, T, F.R, n)
-        holders |= tl.where(same, 1 << other, 0)
+        holders |= tl.where(same, 1 << peer, 0)
 
     lower_members = (1 << member) - 1
     line = br.to(tl.int64)

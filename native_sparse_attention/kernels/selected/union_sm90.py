@@ -25,12 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common import launch
 from ..common.gluon_sm90 import (
-    at_named_barrier,
     barriers,
     buffers,
     fetch_rows,
     finish,
     load_box,
+    named_barrier,
     reinterpret,
     thread_barrier,
 )
@@ -110,17 +110,17 @@ def produce(q, k, v, out, combine, unions, T, ring, F: gl.constexpr):
     E: gl.constexpr = v.block_shape[3]
     THREADS: gl.constexpr = (CONSUMERS * F.WARPS + 1) * 32
     BYTES: gl.constexpr = k.block_shape[1] * (k.block_shape[3] + v.block_shape[3]) * 2
-    done = 0
+    turn = 0
     for nth in range(gl.program_id(0), unions.tiles, gl.num_programs(0)):
         tile, b, r, h, group = tile_coords(nth, unions, F)
         n = gl.load(unions.counts + tile)
         at = unions.blocks + tile.to(gl.int64) * unions.limit
         e, next_e = gl.load(at, mask=n > 0, other=0), gl.load(at + 1, mask=n > 1, other=0)
         if n >= 0:
-            stage = done % F.CHUNKS
-            if done >= F.CHUNKS:
+            stage = turn % F.CHUNKS
+            if turn >= F.CHUNKS:
                 for i in gl.static_range(CHUNK):
-                    at_named_barrier("sync", stage * CHUNK + i, THREADS)
+                    named_barrier("sync", stage * CHUNK + i, THREADS)
             bar = ring.full.index(stage)
             mbarrier.expect(bar, BYTES)
             mbarrier.arrive(bar, count=CHUNK - 1)
@@ -128,22 +128,22 @@ def produce(q, k, v, out, combine, unions, T, ring, F: gl.constexpr):
                 token = (group * CONSUMERS + consumer) * TOKENS
                 smem = rows_smem(q, ring, stage * CHUNK, consumer)
                 load_box(q, [b, token, r * F.G, 0], bar, smem)
-            done += 1
+            turn += 1
         for j in range(0, n, CHUNK):
-            stage = done % F.CHUNKS
+            stage = turn % F.CHUNKS
             bar = ring.full.index(stage)
             for i in gl.static_range(CHUNK):
-                at_key, valid = [b, e.to(gl.int32) * F.s, h, 0], j + i < n
+                corner, valid = [b, e.to(gl.int32) * F.s, h, 0], j + i < n
                 slot = stage * CHUNK + i
-                if done >= F.CHUNKS:
-                    at_named_barrier("sync", slot, THREADS)
+                if turn >= F.CHUNKS:
+                    named_barrier("sync", slot, THREADS)
                 mbarrier.expect(bar, BYTES, pred=valid)
                 mbarrier.arrive(bar, count=1, pred=j + i >= n)
-                load_box(k, at_key, bar, ring.k.index(slot), pred=valid)
-                load_box(v, at_key, bar, ring.v.index(slot), pred=valid)
+                load_box(k, corner, bar, ring.k.index(slot), pred=valid)
+                load_box(v, corner, bar, ring.v.index(slot), pred=valid)
                 e = next_e
                 next_e = gl.load(at + j + i + 2, mask=j + i + 2 < n, other=0)
-            done += 1
+            turn += 1
         for first in gl.static_range(0, CONSUMERS * TOKENS, 32):
             i = first + gl.arange(0, 32, LANES)
             token = group * CONSUMERS * TOKENS + i
@@ -155,9 +155,9 @@ def produce(q, k, v, out, combine, unions, T, ring, F: gl.constexpr):
                 fetch_rows(combine.cmp, row, real, F.G * E * 2)
                 fetch_rows(combine.win, row, real, F.G * E * 2)
     # complete every barrier
-    for chunk in range(gl.maximum(done - F.CHUNKS, 0), done):
+    for chunk in range(gl.maximum(turn - F.CHUNKS, 0), turn):
         for i in gl.static_range(CHUNK):
-            at_named_barrier("sync", chunk % F.CHUNKS * CHUNK + i, THREADS)
+            named_barrier("sync", chunk % F.CHUNKS * CHUNK + i, THREADS)
 
 
 @gluon.jit
@@ -201,7 +201,7 @@ def consume(
     BLOCK_N: gl.constexpr = ring.k.shape[2]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     member = CONSUMER * WARPS + warp_number() % WARPS
-    done = 0
+    turn = 0
     for nth in range(gl.program_id(0), unions.tiles, gl.num_programs(0)):
         tile, b, r, h, group = tile_coords(nth, unions, F)
         n = gl.load(unions.counts + tile)
@@ -210,22 +210,22 @@ def consume(
         if F.BOUNDED:
             longest_key = gl.load(norms + b * F.K + h)
         if n >= 0:
-            stage = done % F.CHUNKS
-            mbarrier.wait(ring.full.index(stage), (done // F.CHUNKS) & 1)
+            stage = turn % F.CHUNKS
+            mbarrier.wait(ring.full.index(stage), (turn // F.CHUNKS) & 1)
             q_tile = rows_smem(queries, ring, stage * CHUNK, CONSUMER).reshape([M, D])
             q = q_tile.load(gl.DotOperandLayout(0, MMA, 2))
             m = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
-            by_bound = False
+            is_bounded = False
             if F.BOUNDED:
                 x = q_tile.load(MMA).to(gl.float32)
                 bound = gl.sqrt(gl.sum(x * x, 1)) * longest_key
                 bound = bound * gl.abs(scale_log2)
-                by_bound = gl.max(bound, 0) <= LARGEST_BOUND
-                m = gl.where(by_bound, bound, m)
+                is_bounded = gl.max(bound, 0) <= LARGEST_BOUND
+                m = gl.where(is_bounded, bound, m)
             fence_async_shared()  # order the loads before the next TMA write
-            for other in gl.static_range(CHUNK):
-                at_named_barrier("arrive", stage * CHUNK + other, THREADS)
-            done += 1
+            for number in gl.static_range(CHUNK):
+                named_barrier("arrive", stage * CHUNK + number, THREADS)
+            turn += 1
 
             acc = gl.zeros([M, E], gl.float32, MMA)
             l = gl.zeros([M], gl.float32, gl.SliceLayout(1, MMA))
@@ -233,10 +233,10 @@ def consume(
             for way in gl.static_range(0 if F.BOUNDED else 1, 2):
                 count = n
                 if F.BOUNDED:
-                    count = gl.where(by_bound == (way == 0), n, 0)
+                    count = gl.where(is_bounded == (way == 0), n, 0)
                 for j in range(0, count, CHUNK):
-                    stage = done % F.CHUNKS
-                    mbarrier.wait(ring.full.index(stage), (done // F.CHUNKS) & 1)
+                    stage = turn % F.CHUNKS
+                    mbarrier.wait(ring.full.index(stage), (turn // F.CHUNKS) & 1)
                     for i in range(CHUNK):
                         chosen = ((e >> 32).to(gl.int32) >> member) & 1
                         e = gl.load(at + j + i + 1, mask=j + i + 1 < n, other=0)
@@ -247,8 +247,8 @@ def consume(
                                 ring.v.index(slot).reshape([BLOCK_N, E]), acc, m, l, scale_log2,
                                 way == 0, F.SLICE,
                             )  # fmt: skip
-                        at_named_barrier("arrive", slot, THREADS)
-                    done += 1
+                        named_barrier("arrive", slot, THREADS)
+                    turn += 1
             token = (group * CONSUMERS + CONSUMER) * TOKENS
             finish(
                 acc, m, l, out, lse, combine, b, r, token, T, F.R, F.G, GROUP, WARPS, F.ADD,
@@ -293,8 +293,8 @@ def is_supported(inputs: Inputs) -> bool:
         rows = rows and ROWS % at.stride == 0 and not at.ragged
         rows = rows and selection.start % at.stride == 0
     slots = 0 < at.n <= MAX_SLOTS and at.S // at.s < MAX_BLOCKS
-    least = 0 if allowed else MIN_TILES_PER_SM * launch.multiprocessors(q.device)
-    enough = at.B * at.R * (at.T // (MEMBERS * at.stride)) >= least
+    min_tiles = 0 if allowed else MIN_TILES_PER_SM * launch.multiprocessors(q.device)
+    enough = at.B * at.R * (at.T // (MEMBERS * at.stride)) >= min_tiles
     return rows and slots and enough and inputs.suits_gluon
 
 

@@ -106,16 +106,18 @@ def best_by_max(
     for step in range(tl.min(low, 0) // CHUNK * STEPS, chunks * STEPS):
         c0, j0 = step // STEPS * CHUNK, step % STEPS * SLICE
         w = first_window(permute_blocks(c0 + block, COLUMNS), F.d, F.s) + (j0 + window)
-        inside = (w < W) & (j0 + window < P)
+        is_window = (w < W) & (j0 + window < P)
         row = first_row + w
-        k_high = load_rows(keys, row * (F.HALVES * F.BLOCK_D), F.BLOCK_D, F.BLOCK_D, inside)
+        k_high = load_rows(keys, row * (F.HALVES * F.BLOCK_D), F.BLOCK_D, F.BLOCK_D, is_window)
         x = tl.dot(q_high, tl.trans(k_high))
         if F.HALVES == 2:
-            k_low = load_rows(keys + F.BLOCK_D, row * (2 * F.BLOCK_D), F.BLOCK_D, F.BLOCK_D, inside)
+            k_low = load_rows(
+                keys + F.BLOCK_D, row * (2 * F.BLOCK_D), F.BLOCK_D, F.BLOCK_D, is_window
+            )
             x = tl.dot(q_low, tl.trans(k_high), x)
             x = tl.dot(q_high, tl.trans(k_low), x)
-        size = tl.load(sizes + row, mask=inside, other=1.0)
-        x = x * size[None] + tl.where(inside, 0.0, NO_SCORE)[None]
+        size = tl.load(sizes + row, mask=is_window, other=1.0)
+        x = x * size[None] + tl.where(is_window, 0.0, NO_SCORE)[None]
         if PARTIAL:
             x = tl.where(w[None] < hi[:, None], x, NO_SCORE)
         score = largest_of_blocks(x, SLICE)

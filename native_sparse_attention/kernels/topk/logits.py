@@ -17,8 +17,8 @@ from ..common.precompile import launcher
 from ..common.primitives import (
     candidates_end,
     candidates_in_document,
+    document_interval,
     grid_position,
-    in_document,
     leaders,
     load_rows,
     visible_windows,
@@ -76,8 +76,8 @@ def window_weight(c, j, end, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.const
         t = c[:, None] * s + u
         # twice the distance of token and window centre, in units of 1 / (2 d)
         distance = tl.abs(2 * t + 1 - d - 2 * d * w[:, None])
-        near = tl.where((u < s) & (t < end[:, None] * d), tl.maximum(2 * d - distance, 0), 0)
-        weight = tl.sum(near, 1).to(tl.float32)
+        shared = tl.where((u < s) & (t < end[:, None] * d), tl.maximum(2 * d - distance, 0), 0)
+        weight = tl.sum(shared, 1).to(tl.float32)
     else:
         weight = (w < end).to(tl.float32)
     return weight
@@ -96,7 +96,7 @@ def nsa_topk_block_keys(ck, keys, sizes, documents, T, C, W, K, scale, F: tl.con
     lo = c * 0
     end = lo + W
     if F.DOCUMENTS:
-        lo, end = in_document(
+        lo, end = document_interval(
             lo, end, c * F.s, T, documents.first + b * T, documents.last + b * T, F.d
         )
     last = end - 1
@@ -167,7 +167,7 @@ def candidate_ranges(position, token, ranked, documents, b, T, C, W, F: tl.const
     if F.DOCUMENTS:
         firsts, lasts = documents.first + b * T, documents.last + b * T
         low, end = candidates_in_document(end, token, T, firsts, lasts, F.s, F.INITIAL)
-        lo, hi = in_document(lo, hi, token, T, firsts, lasts, F.d)
+        lo, hi = document_interval(lo, hi, token, T, firsts, lasts, F.d)
     return tl.where(ranked, low, C), tl.where(ranked, end, 0), lo, hi
 
 
@@ -193,11 +193,11 @@ def mean_queries(q, starts, documents, first_token, tile, b, r, T, C, W, F: tl.c
 def score_chunk(q_high, q_low, keys, sizes, first_row, c, C, BLOCK_D: tl.constexpr,
                 ONE_HALF: tl.constexpr):  # fmt: skip
     """Scores [M, N] of blocks c [N]."""
-    inside = c < C
+    is_block = c < C
     row = first_row + c
-    k_high = load_rows(keys, row * (2 * BLOCK_D), BLOCK_D, BLOCK_D, inside)
-    k_low = load_rows(keys + BLOCK_D, row * (2 * BLOCK_D), BLOCK_D, BLOCK_D, inside)
-    size = tl.load(sizes + row, mask=inside, other=0.0)
+    k_high = load_rows(keys, row * (2 * BLOCK_D), BLOCK_D, BLOCK_D, is_block)
+    k_low = load_rows(keys + BLOCK_D, row * (2 * BLOCK_D), BLOCK_D, BLOCK_D, is_block)
+    size = tl.load(sizes + row, mask=is_block, other=0.0)
     return dot_of_halves(q_high, q_low, k_high, k_low, ONE_HALF) * size[None]
 
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from ..common.primitives import (
+    document_interval,
     grid_position,
-    in_document,
     large,
     leaders,
     load_rows,
@@ -100,7 +100,7 @@ def nsa_topk_lse(
     lo, hi = visible_windows(position, W, F.d, F.CAUSAL)
     if F.DOCUMENTS:
         firsts, lasts = documents.first + b * T, documents.last + b * T
-        lo, hi = in_document(lo, hi, token, T, firsts, lasts, F.d)
+        lo, hi = document_interval(lo, hi, token, T, firsts, lasts, F.d)
     lse_log2 = log_sum_exp(
         q_tile, ck, mem_k, b, r // F.RANKS_PER_KV, tl.where(real, lo, W), tl.where(real, hi, 0),
         real, W, MEMORY, scale_log2, cap, F,
@@ -133,12 +133,12 @@ def sort_windows(x, WARPS: tl.constexpr):
 
 
 @triton.jit
-def mask_windows(x, seen):
-    """Logits [N, M], -inf where the row's token, `seen` [N, TOKENS], does not see the window."""
+def mask_windows(x, visible):
+    """Logits [N, M], -inf where the row's token, `visible` [N, TOKENS], does not see the window."""
     N: tl.constexpr = x.shape[0]
     M: tl.constexpr = x.shape[1]
-    TOKENS: tl.constexpr = seen.shape[1]
-    x = tl.where(seen[:, :, None], tl.reshape(x, [N, TOKENS, M // TOKENS]), NO_SCORE)
+    TOKENS: tl.constexpr = visible.shape[1]
+    x = tl.where(visible[:, :, None], tl.reshape(x, [N, TOKENS, M // TOKENS]), NO_SCORE)
     return tl.reshape(x, [N, M])
 
 
@@ -159,8 +159,8 @@ def overlap_tokens(j, P: tl.constexpr, g: tl.constexpr, WINDOW: tl.constexpr, d:
     """Tokens that block c shares with window j of the P windows that end in block c + g."""
     overlap = j * 0 + 1
     if s >= d:
-        past = (j + (g * P + 1)) * d  # the window's end
-        overlap = tl.maximum(tl.minimum(past, s) - tl.maximum(past - WINDOW, 0), 0)
+        stop = (j + (g * P + 1)) * d  # the window's end
+        overlap = tl.maximum(tl.minimum(stop, s) - tl.maximum(stop - WINDOW, 0), 0)
     return tl.where(j < P, overlap, 0).to(tl.float32)
 
 
@@ -183,18 +183,18 @@ def gather_columns(x, at):
 
 
 @triton.jit
-def complete_scores(sums, kept):
+def complete_scores(sums, carried):
     """Scores [TOKENS, CHUNK] that are complete with these `block_sums`. They are shifted by one
     column for each block that windows reach back. Incomplete scores at the end of the chunk are
-    `kept` for the next chunk."""
+    `carried` for the next chunk."""
     CHUNK: tl.constexpr = sums[0].shape[1]
     n = tl.arange(0, CHUNK)
     score = sums[0]
     new_kept = ()
-    for g in tl.static_range(len(kept)):
-        moved = tl.where((n == CHUNK - 1)[None], kept[g], score)
+    for g in tl.static_range(len(carried)):
+        shifted = tl.where((n == CHUNK - 1)[None], carried[g], score)
         new_kept += (score,)
-        score = gather_columns(moved, (n - 1) & (CHUNK - 1)) + sums[g + 1]
+        score = gather_columns(shifted, (n - 1) & (CHUNK - 1)) + sums[g + 1]
     return score, new_kept
 
 
@@ -217,12 +217,12 @@ def best_by_probs(
     CHUNK: tl.constexpr = BLOCK_N // SLICE
     STEPS: tl.constexpr = F.PER_BLOCK // SLICE
     running = start(TOKENS, F.SLOTS_2, COLUMNS, DEPTH)
-    kept = ()
+    carried = ()
     sums = ()
     for g in tl.static_range(BACK + 1):
         sums += (tl.zeros([TOKENS, CHUNK], tl.float32),)
         if g < BACK:
-            kept += (tl.zeros([TOKENS, CHUNK], tl.float32),)
+            carried += (tl.zeros([TOKENS, CHUNK], tl.float32),)
 
     u = step_windows(BLOCK_N, F.WARPS)
     chunks = tl.cdiv(tl.max(end, 0) + BACK, CHUNK)
@@ -250,7 +250,7 @@ def best_by_probs(
                 sums = new_sums
                 step_sums = new_sums
             if j0 == F.PER_BLOCK - SLICE:
-                score, kept = complete_scores(step_sums, kept)
+                score, carried = complete_scores(step_sums, carried)
                 c = chunk_blocks(c0, CHUNK, COLUMNS)
                 if COLUMNS > 1:
                     score = gather_columns(score, c - c0)

@@ -135,14 +135,14 @@ def merge_columns(running, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr):
         nth = tl.max(scores[0], 1)
         c = tl.min(tl.where(scores[0] == nth[:, None], blocks[0], NO_BLOCK), 1)
         indices = tl.where(slot == j, c[:, None], indices)
-        taken = blocks[0] == c[:, None]
+        is_taken = blocks[0] == c[:, None]
         new_scores = ()
         new_blocks = ()
         for depth in tl.static_range(1, DEPTH):
-            new_scores += (tl.where(taken, scores[depth], scores[depth - 1]),)
-            new_blocks += (tl.where(taken, blocks[depth], blocks[depth - 1]),)
-        new_scores += (tl.where(taken, NO_SCORE, scores[DEPTH - 1]),)
-        new_blocks += (tl.where(taken, NO_BLOCK, blocks[DEPTH - 1]),)
+            new_scores += (tl.where(is_taken, scores[depth], scores[depth - 1]),)
+            new_blocks += (tl.where(is_taken, blocks[depth], blocks[depth - 1]),)
+        new_scores += (tl.where(is_taken, NO_SCORE, scores[DEPTH - 1]),)
+        new_blocks += (tl.where(is_taken, NO_BLOCK, blocks[DEPTH - 1]),)
         scores, blocks = new_scores, new_blocks
     # a column's lost scores rank below all scores that it kept: they matter only if all of these
     # were taken, and never if the column is as deep as the top n

@@ -349,7 +349,7 @@ def forward_selected(
     plan = selected.plan_forward(inputs)
     norms: Any = key_norms(q, k)[0]
     partial: Any = None
-    with streams.forked(q.device, ahead=True) as side:
+    with streams.forked(q.device, urgent=True) as side:
         with side:
             if rank is not None and is_concurrent:
                 rank(None)
@@ -426,7 +426,7 @@ def attend_branches(
     plan = selected.plan_forward(inputs)
     # short programs that the selection waits for; they leave the tensor cores idle
     fork = is_concurrent or plan is not None
-    with streams.forked(q.device, ahead=True) if fork else null_fork() as side:
+    with streams.forked(q.device, urgent=True) if fork else null_fork() as side:
         with side:
             if is_concurrent and rank is not None:
                 rank(None)
@@ -508,7 +508,7 @@ def backward_branches(
     d_gates = None
     if chosen.gates is not None:
         d_gates = selected.topn_backward_q(*selected_args, dq, plan)
-    with streams.forked(q.device, ahead=True) as prefetch, streams.forked(q.device) as side:
+    with streams.forked(q.device, urgent=True) as prefetch, streams.forked(q.device) as side:
         with prefetch:
             plan.run(chosen)
             ready = streams.mark(q.device)
