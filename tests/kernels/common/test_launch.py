@@ -16,7 +16,6 @@ device = pytest.importorskip("native_sparse_attention.kernels.common.primitives"
 kv_cache = pytest.importorskip("native_sparse_attention.kernels.decode.kv_cache")
 rotary = pytest.importorskip("native_sparse_attention.kernels.rotary")
 tiles = pytest.importorskip("native_sparse_attention.kernels.common.tile_configs")
-sized = pytest.importorskip("native_sparse_attention.kernels.common.overrides").sized
 
 ARCHITECTURES = {"hopper": tiles.HOPPER, "ampere": tiles.AMPERE, "elsewhere": tiles.ELSEWHERE}
 
@@ -68,7 +67,7 @@ def test_every_size_has_a_tile(monkeypatch, name):
 @pytest.mark.parametrize("importance", ["logits", "probs", "max"])
 def test_a_length_compiles_nothing_anew(monkeypatch, importance):
     """What a kernel is compiled for is the same at all lengths, forward and backward."""
-    from native_sparse_attention.kernels.flash import fwd as flash_fwd
+    from native_sparse_attention.kernels.flash import flash
 
     compiled: dict[int, set] = {}
 
@@ -79,7 +78,7 @@ def test_a_length_compiles_nothing_anew(monkeypatch, importance):
             (self.fn.__module__, self.fn.__name__, *((n, given[n]) for n in sorted(constants)))
         )
 
-    monkeypatch.setattr(type(flash_fwd.nsa_flash_fwd), "run", record)
+    monkeypatch.setattr(type(flash.nsa_flash_fwd), "run", record)
     for T in (1100, 2311, 3800):
         compiled[T] = set()
         shapes = (T, 4, 16), (T, 1, 16), (T, 1, 16), (T // 4, 1, 16), (T // 4, 1, 16), (T, 4, 3)
@@ -171,24 +170,22 @@ def test_more_rows_than_fit_along_an_axis():
     ],
 )
 def test_where_the_hopper_kernels_run(monkeypatch, version, capability, asked, there):
-    gpu = pytest.importorskip("native_sparse_attention.kernels.common.sm90")
-    monkeypatch.setattr(gpu.triton, "__version__", version)
+    monkeypatch.setattr(launch.triton, "__version__", version)
     monkeypatch.setattr(launch, "capability", lambda device: capability)
     q = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
     with launch.using({"gluon": True} if asked else {}):
-        assert gpu.available(q) == there
+        assert launch.supports_gluon(q) == there
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0"])
 def test_an_unknown_triton_is_told_once(monkeypatch, version):
-    gpu = pytest.importorskip("native_sparse_attention.kernels.common.sm90")
-    monkeypatch.setattr(gpu.triton, "__version__", version)
+    monkeypatch.setattr(launch.triton, "__version__", version)
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
-    gpu.warn_of_unknown.cache_clear()
+    launch.warn_of_unknown.cache_clear()
     q = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
     with pytest.warns(UserWarning, match=rf"Triton {version}.*Install 'triton>=3\.6,<3\.10'"):
-        assert not gpu.available(q)
-    assert not gpu.available(q)
+        assert not launch.supports_gluon(q)
+    assert not launch.supports_gluon(q)
 
 
 # a call that each of a Hopper's kernels serves, and what calls of it these serve too, and do not
@@ -235,7 +232,7 @@ HOPPER = {
 
 
 def is_served(kernel, at, q, k, v):
-    from native_sparse_attention.kernels.flash import call as flash
+    from native_sparse_attention.kernels.flash import flash
     from native_sparse_attention.kernels.selected import key_major, union_sm90
 
     if kernel == "flash":
@@ -272,9 +269,8 @@ def is_served(kernel, at, q, k, v):
 )
 def test_what_the_kernels_of_a_hopper_serve(monkeypatch, kernel, change, served):
     """On a GPU of 6 multiprocessors that could."""
-    sm90 = pytest.importorskip("native_sparse_attention.kernels.common.sm90")
-    monkeypatch.setattr(sm90, "available", lambda q: True)
-    monkeypatch.setattr(sm90, "multiprocessors", lambda device: 6)
+    monkeypatch.setattr(launch, "supports_gluon", lambda q: True)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 6)
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
     at = CALL | change
     width = at["step"] * at["D"] + at["padding"]
@@ -283,6 +279,6 @@ def test_what_the_kernels_of_a_hopper_serve(monkeypatch, kernel, change, served)
     k, v = (torch.zeros(1, at["S"], at["K"], at[width], dtype=at["dtype"]) for width in "DE")
     with (
         launch.using({f"{kernel}_sm90": at["allowed"]}),
-        sized([16, 16] * 9 if at["sized"] else None),
+        launch.sized([16, 16] * 9 if at["sized"] else None),
     ):
         assert is_served(kernel, at, q, k, v) == served
