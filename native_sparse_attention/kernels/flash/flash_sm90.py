@@ -50,7 +50,7 @@ from ..common.gluon_sm90 import (
 from ..common.launch import LOG2_E, Plan, cdiv
 from ..common.precompile import launcher
 from ..common.primitives import BEHIND, LARGEST_BOUND, LOCAL_BLOCKS
-from .flash import Facts, Rows, query_tiles
+from .call import Facts, Rows, query_tiles
 
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a consumer
