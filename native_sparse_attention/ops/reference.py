@@ -339,8 +339,9 @@ def interpolate_windows(
     weight = remainder.to(window_scores.dtype) / (2 * d)
     first, end = (n[:, None, :, None] for n in visible)
     # advanced indexing, since its CUDA backward sorts: gather's adds with atomics, in any order
-    w = torch.arange(window_scores.shape[-1], device=c.device)
-    edges = [n.clamp(0, len(w) - 1) for n in (first.minimum(end - 1), end - 1)]
+    W = window_scores.shape[-1]
+    w = torch.arange(W, device=c.device)
+    edges = [n.clamp(0, W - 1) for n in (first.minimum(end - 1), end - 1)]
     edges = [n.expand(*window_scores.shape[:3], 1) for n in edges]
     at_first, at_last = (window_scores.gather(-1, edge) for edge in edges)  # one window a query
     nearest = torch.where(w < first, at_first, window_scores)
