@@ -676,18 +676,13 @@ class SparseAttention(RotaryLayer):
             return False
         if self.to_index is not None and config.index_dim != config.dim_head:
             return False
+        if self.dense_below(cache):
+            return False
         q, k, v = (t.transpose(1, 2) for t in (q, *kv[:2]))
-        length = self.dense_below(cache)
-        return not triton_backend.why_not(
-            "decode_attention", q, k, v, config=self.settings(), dense_length=length
-        )
+        call = Call(q, k, v)
+        return not triton_backend.why_not("decode_attention", call, config.for_steps)
 
     # attention
-
-    def settings(self, dense: bool = False, ranks: bool = True) -> AttentionConfig:
-        """What the functions take."""
-        config = self.config
-        return (config.dense if ranks else config.dense_alone) if dense else config.for_functions
 
     def choose_backend(
         self, q: Tensor, kv: list[Tensor], start: int | Tensor, disable_triton: bool
@@ -698,8 +693,8 @@ class SparseAttention(RotaryLayer):
         if disable_triton and backend in ("auto", "triton"):
             backend = ("flex", "eager") if q.is_cuda else "eager"
         q, k, v = (t.transpose(1, 2) for t in (q, *kv[:2]))
-        facts: dict[str, Any] = dict(v=v, q_offset=start, config=config.for_functions)
-        return dispatch.choose(backend, "native_sparse_attention", q, k, **facts)
+        call = Call(q, k, v, q_offset=start)
+        return dispatch.choose(backend, "native_sparse_attention", call, config.for_functions)
 
     def call_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Tensors [b h n d] as the functions take them, [b n h d], and the memory."""
@@ -724,7 +719,9 @@ class SparseAttention(RotaryLayer):
         documents."""
         rows = self.call_tensors(tensors)
         call = Call(**rows, branch_gates=gates, sinks=self.sinks, **layout)
-        config = self.settings(self._dense or dense, ranks=call.ck is not None)
+        config = self.config.for_functions
+        if self._dense or dense:
+            config = self.config.dense_alone if call.ck is None else self.config.dense
         if masks != (None, None) or call.documents is not None:
             # the layer and its cache made all other tensors
             call = nsa.checked(call, config, masks)
@@ -752,7 +749,7 @@ class SparseAttention(RotaryLayer):
             **rows, branch_gates=gates, sinks=self.sinks, lengths=tokens.start,
             counts=tokens.counts, page_table=cache.page_table, counters=counters, ranking=rankings,
         )  # fmt: skip
-        return decode.run_decode_kernels(self.settings(), call).flatten(2)
+        return decode.run_decode_kernels(config.for_steps, call).flatten(2)
 
     def tie_unread(self, out: Tensor, call: Call) -> Tensor:
         """The output, tied to compressed keys or queries that this call may not read, as for a

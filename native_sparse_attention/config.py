@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
+import torch
+
 from .block_sizes import NAMES, BlockSizes, check_block_sizes
 from .checks.scalars import check_factor
 from .checks.tensors import (
@@ -73,12 +75,16 @@ class AttentionConfig:
     recompute: bool = False
     block_sizes: BlockSizes | None = None
 
-    # these settings as a string, by which torch operators take them
-    key: ClassVar[str]
-
     def __post_init__(self) -> None:
         self.keep(**self.checked())
-        self.keep(key=key_of(self))
+        self.keep(_key=key_of(self))
+
+    @property
+    def key(self) -> str:
+        """These settings as a string, by which torch operators take them. In a graph only an
+        operator forms it, since it fixes symbolic sizes."""
+        key: str | None = self.__dict__.get("_key")
+        return key_of(self) if key is None else key
 
     def keep(self, **values: Any) -> None:
         """Replace the given values by checked values."""
@@ -144,7 +150,7 @@ class AttentionConfig:
         """Settings from checked values, and defaults for the others."""
         config = object.__new__(AttentionConfig)
         config.keep(**DEFAULTS | values)
-        config.keep(key=key_of(config))
+        config.keep(_key=None if torch.compiler.is_compiling() else key_of(config))
         return config
 
 
@@ -262,6 +268,8 @@ class NSAConfig(AttentionConfig):
     # an attribute is added later.
     # what functions take, which rank by the queries and keys that they are given
     for_functions: ClassVar[AttentionConfig]
+    # the same of steps past `dense_length`
+    for_steps: ClassVar[AttentionConfig]
     # the same, dense at any length
     dense: ClassVar[AttentionConfig]
     # and nothing ranked
@@ -296,6 +304,7 @@ class NSAConfig(AttentionConfig):
             geometry=self.named(*(GEOMETRY if self.selection_stride == 1 else RANKED_GEOMETRY)),
             alignment=max(self.d, self.selection_block_size),
             for_functions=self.but(importance=rule),
+            for_steps=self.but(importance=rule, dense_length=0),
             dense=dense,
             dense_alone=dense.but(num_selected_blocks=0),
         )

@@ -127,10 +127,7 @@ def ranking_loss(
     if documents is not None:
         visible = visible & (j >= documents.first[..., None]) & (j < documents.last[..., None])
         visible = visible & (position < documents.last)[..., None]  # padding sees nothing
-    candidate = candidates(
-        position, c, len(c), documents, d=config.d, s=s, causal=config.causal,
-        num_initial_blocks=config.num_initial_blocks, num_local_blocks=config.num_local_blocks,
-    )  # fmt: skip
+    candidate = candidates(position, c, len(c), documents, config)
     candidate = (candidate & is_token[..., None])[:, None]
 
     with no_autocast(tensors["q"].device.type):
@@ -152,8 +149,7 @@ def ranking_loss(
             select_queries(cq, position).transpose(1, 2),
             ck.expand(-1, K, -1, -1).transpose(1, 2), None,
             visible_windows(position, ck.shape[2], config.d, config.causal, documents), c,
-            rule=config.for_functions.importance, shared=True, l=config.compress_block_size,
-            interpolated=config.interpolated_importance_score, d=config.d, s=s, scale=None,
+            config.for_functions.but(scale=None),
         )  # fmt: skip
         logs = scores.masked_fill(~candidate, float("-inf")).log_softmax(dim=-1)
         logs = logs.masked_fill(~candidate, 0.0)

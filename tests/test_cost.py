@@ -62,10 +62,7 @@ def test_keys_that_queries_see(name, causal):
     T, s = 41, config.selection_block_size
     i, c = torch.arange(T)[None], torch.arange(-(-T // s))
     d = config.compress_block_sliding_stride
-    forced = reference.forced_blocks(
-        i, c, s, causal=causal, num_initial_blocks=config.num_initial_blocks,
-        num_local_blocks=config.num_local_blocks,
-    )[0]  # fmt: skip
+    forced = reference.forced_blocks(i, c, config)[0]
     window_of = torch.arange(T)[:, None] - torch.arange(T)
     for t in range(T):
         leader = t - t % config.selection_stride

@@ -159,8 +159,7 @@ def attention(
     call = call if sinks is None else call.but(sinks=sinks[None])
     is_step = backend == "triton" or (backend == "auto" and q.is_cuda)
     is_step = is_step and not (is_window or is_dense or is_whole)
-    facts: dict[str, Any] = dict(config=config, operands=(ck,), dense_length=config.dense_length)
-    if is_step and not why_not("decode_attention", q, k, v, **facts):
+    if is_step and not why_not("decode_attention", call, config):
         if isinstance(starts, int):
             starts = torch.full((B,), starts, device=q.device, dtype=torch.int32)
         counters = decode.workspace(B, k.shape[2], q.device)
@@ -168,7 +167,7 @@ def attention(
         out = decode.run_decode_kernels(config, step)
     else:
         op = "sliding_window_attention" if is_window else "native_sparse_attention"
-        name = dispatch.choose(backend, op, q, k, v=v, q_offset=starts, config=config)
+        name = dispatch.choose(backend, op, call, config)
         out, _ = branches.attend(call, config, name)
     if move is not None:
         out = varlen.Move.apply(out, *reversed(move))

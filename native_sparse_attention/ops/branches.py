@@ -9,7 +9,6 @@ sinks, soft caps).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from .. import blocks
 from ..checks.tensors import BRANCHES
 from ..compat.graphs import is_exporting
 from ..compat.sdpa import sdpa
-from ..config import SELECTION, AttentionConfig
-from . import dispatch, flex, reference
+from ..config import AttentionConfig
+from . import chunked, dispatch, flex, reference
 from .call import Call
 from .triton import backend as triton_backend
 
@@ -48,117 +47,36 @@ def attend(
             return attend_one_softmax(call, config, backend, keep_slots)
         if config.branches == BRANCHES and backend == "triton":
             return triton_backend.native_sparse_attention(call, config)
-    window_mask, fine_mask = masks
-    sinks = dict.fromkeys(BRANCHES) | call.branch_sinks(config.branches)
+    given = dict(zip(("window", "selected"), masks, strict=True))
     outs, block_indices = [], None
-    if "compressed" in config.branches:
-        outs.append(attend_compressed(call, config, backend, sinks["compressed"]))
-    if "selected" in config.branches:
-        block_indices, gates = rank(call, config, backend, sinks["compressed"])
-        selection = call, config, block_indices, gates
-        if fine_mask is None:
-            outs.append(attend_selected(*selection, backend, sinks["selected"]))
+    for branch in config.branches:
+        part = call.branch(branch, config.branches)
+        if branch == "selected":
+            block_indices, gates = rank(call, config, backend)
+            part = part.but(block_indices=block_indices, gates=gates)
+        alone, mask = config.but(branches=(branch,)), given.get(branch)
+        if mask is None:
+            outs.append(dispatch.attend_branch(backend, part, alone))
+        elif branch == "selected":
+            outs.append(flex.attend_fine_mask(part, alone, mask))
         else:
-            outs.append(attend_under_fine_mask(*selection, fine_mask))
-    if "window" in config.branches:
-        if window_mask is None:
-            w = config.sliding_window_size
-            outs.append(attend_window(call, config, backend, w, sinks["window"]))
-        else:
-            outs.append(flex.under_mask(call.q, *call.window_keys(), window_mask, config.scale))
+            outs.append(flex.attend_given_mask(part, alone, mask))
     if call.branch_gates is None:
         return outs[0], block_indices
     return reference.combine_branches(outs, call.branch_gates), block_indices
 
 
-# one branch
-
-
-def layout_args(call: Call, config: AttentionConfig) -> dict[str, Any]:
-    return dict(
-        causal=config.causal, q_offset=call.q_offset, scale=config.scale, soft_cap=config.soft_cap,
-        documents=call.documents,
-    )  # fmt: skip
-
-
-def attend_compressed(
-    call: Call, config: AttentionConfig, backend: str, sinks: Tensor | None
-) -> Tensor:
-    cq = call.q if call.cq is None else call.cq
-    out: Tensor = dispatch.run(
-        backend, "compressed_attention", cq, call.ck, call.cv, mem_k=call.mem_k, mem_v=call.mem_v,
-        sinks=sinks, compress_block_sliding_stride=config.d, return_lse=False,
-        block_sizes=config.block_sizes, **layout_args(call, config),
-    )  # fmt: skip
-    return out
-
-
-def rank(
-    call: Call, config: AttentionConfig, backend: str, sinks: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """The selected block indices [B T R n], and gates with differentiable top-k. `sinks` are those
-    of the compressed branch."""
+def rank(call: Call, config: AttentionConfig, backend: str) -> tuple[Tensor, Tensor | None]:
+    """The selected block indices [B T R n], and gates with differentiable top-k."""
     if not config.ranks:
-        heads = call.k.shape[2] if config.query_heads_share_selected_kv else call.q.shape[2]
+        heads = (call.k if config.query_heads_share_selected_kv else call.q).shape[2]
         return call.q.new_empty(*call.q.shape[:2], heads, 0, dtype=torch.int32), None
-    tensors: list[Any] = [call.q if call.cq is None else call.cq, call.ck, call.mem_k, sinks]
-    if not config.use_diff_topk:
-        tensors = [None if t is None else t.detach() for t in tensors]
-    q, ck, mem_k, sinks = tensors
-    result: tuple[Tensor, Tensor | None] = dispatch.run(
-        backend, "select_blocks", q, ck, mem_k=mem_k, sinks=sinks, seq_len=call.k.shape[1],
-        leader_indices=call.leader_indices, return_gates=config.use_diff_topk,
-        **{name: getattr(config, name) for name in SELECTION}, **layout_args(call, config),
-    )  # fmt: skip
-    return result
-
-
-def attend_selected(
-    call: Call,
-    config: AttentionConfig,
-    block_indices: Tensor,
-    gates: Tensor | None,
-    backend: str,
-    sinks: Tensor | None,
-) -> Tensor:
-    out: Tensor = dispatch.run(
-        backend, "selected_attention", call.q, call.k, call.v, block_indices, gates=gates,
-        sinks=sinks, selection_block_size=config.selection_block_size,
-        num_initial_blocks=config.num_initial_blocks, num_local_blocks=config.num_local_blocks,
-        return_lse=False, block_sizes=config.block_sizes, **layout_args(call, config),
-    )  # fmt: skip
-    return out
-
-
-def attend_under_fine_mask(
-    call: Call,
-    config: AttentionConfig,
-    block_indices: Tensor,
-    gates: Tensor | None,
-    fine_mask: Callable[..., Any],
-) -> Tensor:
-    """The selected branch in flex_attention, under a mask of `create_fine_mask`."""
-    if gates is not None:
-        raise NotImplementedError(
-            "flex_attention has no differentiable top-k: leave out fine_selection_flex_mask, "
-            "or set use_diff_topk=False"
-        )
-    return flex.selected_under_mask(
-        call.q, call.k, call.v, block_indices, fine_mask, causal=config.causal, scale=config.scale,
-        selection_block_size=config.selection_block_size,
-        num_initial_blocks=config.num_initial_blocks, num_local_blocks=config.num_local_blocks,
-    )  # fmt: skip
-
-
-def attend_window(
-    call: Call, config: AttentionConfig, backend: str, w: int, sinks: Tensor | None
-) -> Tensor:
-    out: Tensor = dispatch.run(
-        backend, "sliding_window_attention", call.q, *call.window_keys(), sinks=sinks,
-        sliding_window_size=w, return_lse=False, block_sizes=config.block_sizes,
-        **layout_args(call, config),
-    )  # fmt: skip
-    return out
+    ranking = call.ranking(config.branches)
+    if config.use_diff_topk:
+        block_indices = dispatch.select_blocks(backend, ranking, config)
+        return block_indices, chunked.selection_gates(ranking, config, block_indices)
+    ranking = ranking.detached("q", "ck", "mem_k", "sinks")
+    return dispatch.select_blocks(backend, ranking, config), None
 
 
 # the selected branch alone
@@ -169,27 +87,29 @@ def attend_one_softmax(
 ) -> tuple[Tensor, Tensor | None]:
     """The output [B T H E], and the block indices, with `keep_slots` of dense queries too."""
     T = call.q.shape[1]
-    sinks = call.branch_sinks(config.branches).get("selected")
     is_dense = dense_queries(call, config)
     first = dense_prefix(call, config) if is_dense is None else 0
     if first == T:
-        indices = rank(call, config, backend, None)[0] if keep_slots else None
-        return attend_densely(call, config, backend, sinks), indices
+        indices = rank(call, config, backend)[0] if keep_slots else None
+        return attend_densely(call, config, backend), indices
 
     sparse = drop_first_queries(call, first)
     whole = config.ranks and not config.use_diff_topk and not (keep_slots and first)
     if whole and backend == "triton":
         out, indices = triton_backend.native_sparse_attention(sparse, config)
     else:
-        indices, gates = rank(call if keep_slots else sparse, config, backend, None)
-        own_gates = gates if gates is None else gates[:, first - T :]
-        out = attend_selected(sparse, config, indices[:, first - T :], own_gates, backend, sinks)
+        indices, gates = rank(call if keep_slots else sparse, config, backend)
+        part = sparse.branch("selected", config.branches).but(
+            block_indices=indices[:, first - T :],
+            gates=None if gates is None else gates[:, first - T :],
+        )
+        out = dispatch.attend_branch(backend, part, config)
     if is_dense is not None:
-        dense = attend_window(call, config, backend, config.dense_length, sinks)
+        dense = attend_window(call, config, backend, config.dense_length)
         # contiguous: no guard on the strides of an exported graph
         out = torch.where(is_dense[..., None, None], dense.contiguous(), out.contiguous())
     elif first:
-        dense = attend_densely(call.but(q=call.q[:, :first]), config, backend, sinks)
+        dense = attend_densely(call.but(q=call.q[:, :first]), config, backend)
         out = torch.cat((dense, out), dim=1)
     return out, indices
 
@@ -238,29 +158,35 @@ def drop_first_queries(call: Call, m: int) -> Call:
     return call.but(q=call.q[:, m:], cq=cq, q_offset=call.q_offset + m, leader_indices=None)
 
 
-def attend_densely(
-    call: Call, config: AttentionConfig, backend: str, sinks: Tensor | None
-) -> Tensor:
+def attend_densely(call: Call, config: AttentionConfig, backend: str) -> Tensor:
     """Attention [B T H E] over all keys, causally over those up to the query."""
-    q, k, v = call.q, call.k, call.v
-    T, offset = q.shape[1], call.q_offset
+    q, k, v, offset = *call[:3], call.q_offset
+    T = q.shape[1]
     if config.causal and not isinstance(offset, Tensor) and k.shape[1] != offset + T:
         k, v = (t[:, : offset + T] for t in (k, v))
-    keys, values = k, v
-    is_plain = call.documents is None and sinks is None and config.soft_cap is None
+    is_plain = call.documents is None and call.sinks is None and config.soft_cap is None
     if is_plain and not isinstance(offset, Tensor):
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out = attend_sdpa(q, k, v, config.causal, config.scale, backend)
+        heads = [t.transpose(1, 2) for t in (q, k, v)]
+        out = attend_sdpa(heads, config.causal, config.scale, backend)
         if out is not None:
             return out.transpose(1, 2)
-    return attend_window(call.but(k=keys, v=values), config, backend, keys.shape[1], sinks)
+    return attend_window(call.but(k=k, v=v), config, backend, k.shape[1])
+
+
+def attend_window(call: Call, config: AttentionConfig, backend: str, w: int) -> Tensor:
+    """The call of the selected branch as one of a window of w keys."""
+    part = call.branch("selected", config.branches)
+    config = config.but(branches=("window",), sliding_window_size=w)
+    out: Tensor = dispatch.attend_branch(backend, part, config)
+    return out
 
 
 def attend_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str
+    heads: list[Tensor], causal: bool, scale: float | None, backend: str
 ) -> Tensor | None:
     """SDPA of q [B H T D] and k, v [B K S D], of which the queries are the last; None where it has
     no form of it, and where eager PyTorch gives second derivatives."""
+    q, k, v = heads
     T, S = q.shape[2], k.shape[2]
     # SDPA aligns its causal mask with the first key
     aligned = not causal or T in (1, S)

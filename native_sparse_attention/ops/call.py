@@ -1,57 +1,92 @@
-"""The arguments of one call of the whole layer, passed from its checks to a backend."""
+"""The arguments of one call, passed whole from its checks to a backend."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..varlen import Documents
 
 
 class Call(NamedTuple):
-    """Tensors [B T H D] and their positions, with the names of `native_sparse_attention`."""
+    """Tensors [B T H D] with the names of `native_sparse_attention`, None where the branches read
+    none, and their positions. A call of one branch alone has its keys and values as k and v."""
 
     q: Tensor
-    k: Tensor
-    v: Tensor
-    # None without a branch that reads them; after the checks each branch has its own
+    k: Any = None
+    v: Any = None
     ck: Any = None
     cv: Any = None
-    branch_gates: Tensor | None = None
-    cq: Tensor | None = None
-    mem_k: Tensor | None = None
-    mem_v: Tensor | None = None
-    window_k: Tensor | None = None
-    window_v: Tensor | None = None
-    sinks: Tensor | None = None
-    q_offset: Any = None  # int or Tensor [B]; before the checks None for the last T tokens
-    leader_indices: Tensor | None = None
+    branch_gates: Any = None
+    cq: Any = None
+    mem_k: Any = None
+    mem_v: Any = None
+    window_k: Any = None
+    window_v: Any = None
+    sinks: Any = None  # [branches, H]
+    gates: Any = None  # of block_indices
+    # without gradients
+    block_indices: Any = None
+    leader_indices: Any = None
     documents: Documents | None = None
+    q_offset: Any = 0  # int or Tensor [B]; before the checks None for the last T tokens
+    seq_len: Any = None  # S, where the call has windows alone
 
     def but(self, **values: Any) -> Call:
         """The same call with other values."""
         return Call(**{name: getattr(self, name) for name in FIELDS} | values)
 
-    def branch_sinks(self, branches: tuple[str, ...]) -> dict[str, Tensor]:
-        """The sinks [H] of each branch, if there are any."""
-        return {} if self.sinks is None else dict(zip(branches, self.sinks, strict=True))
+    def detached(self, *names: str) -> Call:
+        """The same call without gradients for these tensors."""
+        tensors = {name: t for name in names if (t := getattr(self, name)) is not None}
+        return self.but(**{name: t.detach() for name, t in tensors.items()})
 
-    def window_keys(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the window branch."""
-        k = self.k if self.window_k is None else self.window_k
-        return k, self.v if self.window_v is None else self.window_v
+    def branch(self, name: str, branches: tuple[str, ...]) -> Call:
+        """The call of one of the branches alone."""
+        k, v = self.k, self.v
+        common: dict[str, Any] = dict(documents=self.documents, q_offset=self.q_offset)
+        if self.sinks is not None and name in branches:
+            common["sinks"] = self.sinks[branches.index(name)][None]
+        if name == "compressed":
+            q = self.q if self.cq is None else self.cq
+            return Call(q, self.ck, self.cv, mem_k=self.mem_k, mem_v=self.mem_v, **common)
+        if name == "window":
+            k = k if self.window_k is None else self.window_k
+            v = v if self.window_v is None else self.window_v
+        return Call(self.q, k, v, **common)
 
-    def tensors(self) -> dict[str, Any]:
-        """The differentiable tensors by name."""
-        names = (
-            "q", "k", "v", "ck", "cv", "branch_gates", "cq", "mem_k", "mem_v", "window_k",
-            "window_v", "sinks",
+    def ranking(self, branches: tuple[str, ...]) -> Call:
+        """What the ranking of blocks reads: queries q, ck and the softmax of the compressed branch,
+        in a sequence of `seq_len` tokens."""
+        part = self.branch("compressed", branches)
+        return Call(
+            part.q, ck=part.k, mem_k=part.mem_k, sinks=part.sinks, documents=part.documents,
+            leader_indices=self.leader_indices, q_offset=part.q_offset, seq_len=self.k.shape[1],
         )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+
+    def flat(self) -> tuple[list[Any], int]:
+        """The tensors as a torch operator takes them, and the position of the first query."""
+        offset = self.q_offset
+        starts, start = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
+        first, last = (None, None) if self.documents is None else self.documents
+        return [*self[: len(TENSORS)], starts, first, last], start
 
 
 FIELDS = Call._fields  # dynamo of torch 2.8 traces neither `self._fields` nor `_replace`
+TENSORS = FIELDS[: FIELDS.index("documents")]
+DIFFERENTIABLE = FIELDS[: FIELDS.index("block_indices")]
+
+
+def unflatten(inputs: Sequence[Any], start: int, seq_len: int | None = None) -> Call:
+    """The call of the values of `Call.flat`."""
+    tensors = dict(zip(TENSORS, inputs, strict=False))
+    starts, first, last = inputs[len(TENSORS) :]
+    documents = None if first is None else Documents(first.contiguous(), last.contiguous())
+    offset = start if starts is None else starts
+    return Call(**tensors, documents=documents, q_offset=offset, seq_len=seq_len)
 
 
 class DecodeInputs(NamedTuple):
@@ -74,3 +109,9 @@ class DecodeInputs(NamedTuple):
     window_v: Tensor | None = None
     counters: Any = None
     ranking: Tensor | None = None
+
+
+def requires_grad(call: Call | DecodeInputs) -> bool:
+    """Whether autograd records a call."""
+    tensors = (t for t in call if isinstance(t, Tensor))
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

@@ -15,7 +15,6 @@ Half precisions are computed in fp32, products included, and results are rounded
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +24,10 @@ from torch import Tensor
 from .. import blocks
 from ..compat import transforms
 from ..compat.autocast import in_autocast_dtype, no_autocast
+from ..config import AttentionConfig
 from . import local, reference
-from .reference import RankedQueries, Ranking, Visibility, times, upcast
+from .call import Call
+from .reference import RankedQueries, Visibility, times, upcast
 
 # On the CPU, scores that the specification forms at once: 16 MiB of fp32; and those of a tile or
 # chunk: 4 MiB, so that intermediates stay in the cache. A GPU forms GPU_FACTOR times more, since it
@@ -264,36 +265,36 @@ def attend(
 # selection, a chunk of queries at a time
 
 
-def scores_of_query(q: Tensor, ck: Tensor, mem_k: Tensor | None, ranking: Ranking) -> int:
+def scores_of_query(q: Tensor, ck: Tensor, mem_k: Tensor | None, config: AttentionConfig) -> int:
     """Scores that the ranking of one query forms at once."""
     heads, keys = q.shape[2], ck.shape[1] + (0 if mem_k is None else mem_k.shape[1])
-    if ranking.importance != "probs" and ranking.query_heads_share_selected_kv:
+    if config.importance != "probs" and config.query_heads_share_selected_kv:
         heads = ck.shape[2]
-    d, s = ranking.compress_block_sliding_stride, ranking.selection_block_size
     # interpolation scores every token; otherwise every window and every block has a score
-    return heads * keys * (d if ranking.interpolated_importance_score else max(1, d // s))
+    per_key = max(1, config.d // config.selection_block_size)
+    return heads * keys * (config.d if config.interpolated_importance_score else per_key)
 
 
-def query_chunks(queries: RankedQueries, ranking: Ranking) -> list[tuple[slice, slice]]:
+def query_chunks(queries: RankedQueries, config: AttentionConfig) -> list[tuple[slice, slice]]:
     """Slices of the queries, and of the windows that they may see."""
     q, T, W = queries.q, queries.q.shape[1], queries.ck.shape[1]
     most = CHUNK_SCORES * gpu_factor(q.device)
-    per_query = len(q) * scores_of_query(q, queries.ck, queries.mem_k, ranking)
-    chunks, offset, stride = [], ranking.q_offset, ranking.selection_stride
+    per_query = len(q) * scores_of_query(q, queries.ck, queries.mem_k, config)
+    chunks, offset, stride = [], queries.q_offset, config.selection_stride
     for rows in split_range(0, T, max(LEAST_QUERIES, most // max(1, per_query))):
         stop = W
-        if ranking.causal and isinstance(offset, int):
+        if config.causal and isinstance(offset, int):
             last = (blocks.ceil_div(offset, stride) + rows.stop - 1) * stride
-            d = ranking.compress_block_sliding_stride
-            stop = min(W, blocks.num_visible_windows(last, d))
+            stop = min(W, blocks.num_visible_windows(last, config.d))
         chunks.append((rows, slice(0, stop)))
     return chunks
 
 
-def rank(queries: RankedQueries, ranking: Ranking) -> Tensor:
+def rank(queries: RankedQueries, config: AttentionConfig) -> Tensor:
     """`reference.rank` in memory O(T + S)."""
-    chunks = query_chunks(queries, ranking)
-    return torch.cat([reference.rank(queries.slice(*chunk), ranking) for chunk in chunks], dim=1)
+    chunks = query_chunks(queries, config)
+    parts = [reference.rank(queries.slice(*chunk, config), config) for chunk in chunks]
+    return torch.cat(parts, dim=1)
 
 
 class Gates(torch.autograd.Function):
@@ -302,10 +303,11 @@ class Gates(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q, ck, mem_k, sinks, i, documents, block_indices: Tensor, ranking: Ranking
-    ) -> Tensor:
+        ctx: Any, q, ck, mem_k, sinks, i, documents, num_ranked: int, q_offset: int | Tensor,
+        block_indices: Tensor, config: AttentionConfig,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(q, ck, mem_k, sinks, i, block_indices, *(documents or ()))
-        ctx.ranking = ranking
+        ctx.settings = num_ranked, q_offset, config
         return q.new_ones(block_indices.shape, dtype=torch.promote_types(q.dtype, torch.float32))
 
     @staticmethod
@@ -323,11 +325,12 @@ class Gates(torch.autograd.Function):
             if n in needed
         }
         q, ck, mem_k, sinks = leaves
-        queries = RankedQueries(q, ck, mem_k, sinks, i, documents)
-        for rows, windows in query_chunks(queries, ctx.ranking):
+        num_ranked, q_offset, config = ctx.settings
+        queries = RankedQueries(q, ck, mem_k, sinks, i, documents, num_ranked, q_offset)
+        for rows, windows in query_chunks(queries, config):
             with torch.enable_grad():
-                chunk: Any = queries.slice(rows, windows)
-                gates = reference.gate(chunk, block_indices[:, rows], ctx.ranking)
+                chunk: Any = queries.slice(rows, windows, config)
+                gates = reference.gate(chunk, block_indices[:, rows], config)
             if not gates.requires_grad:
                 continue
             grads = torch.autograd.grad(
@@ -339,58 +342,48 @@ class Gates(torch.autograd.Function):
                     total = sums[n] if n > 1 else sums[n][:, windows if n else rows]
                     total += grad
         d_leaves = [sums[n].to(leaves[n].dtype) if n in sums else None for n in range(4)]
-        return *d_leaves, None, None, None, None
+        return *d_leaves, *(None,) * 6
 
 
-def gate(queries: RankedQueries, block_indices: Tensor, ranking: Ranking) -> Tensor:
+def gate(queries: RankedQueries, block_indices: Tensor, config: AttentionConfig) -> Tensor:
     """`reference.gate` in memory O(T + S). The forward computes nothing."""
-    return Gates.apply(*queries, block_indices, ranking)
+    return Gates.apply(*queries, block_indices, config)
 
 
-def selection_gates(q: Tensor, ck: Tensor, block_indices: Tensor, **call: Any) -> Tensor:
+def selection_gates(call: Call, config: AttentionConfig, block_indices: Tensor) -> Tensor:
     """`reference.selection_gates` in memory O(T + S), for every backend and device. Compiled graphs
-    get the specification, of memory O(T S / d).
-
-    Args:
-        q, ck: [B, T, H, D] and [B, W, K, D], of any dtype.
-        block_indices: [B, T, R, n], -1 for an empty slot; other blocks must be candidates.
-        call: mem_k, sinks, documents, q_offset and the settings of `select_blocks`, under its names
-            (`reference.Ranking`).
-    """
+    get the specification, of memory O(T S / d). Blocks other than -1 must be candidates."""
     form = reference.gate if torch.compiler.is_compiling() else gate
-    return reference.selection_gates(q, ck, block_indices, gate=form, **call)
+    return reference.selection_gates(call, config, block_indices, form)
 
 
 # the backend
 
 
-def forms_few_scores(op: str, q: Tensor, k: Tensor, settings: dict[str, Any]) -> bool:
-    per_query = q.shape[2] * k.shape[1]
-    if op == "select_blocks":
-        names = Ranking._fields
-        ranking = Ranking(**{name: settings[name] for name in names if name in settings})
-        per_query = scores_of_query(q, k, settings["mem_k"], ranking) // ranking.selection_stride
-    return q.shape[0] * q.shape[1] * per_query <= MAX_SCORES * gpu_factor(q.device)
+def forms_few(scores_of_query: int, q: Tensor) -> bool:
+    """Whether the specification may form all scores at once. Compiled graphs would unroll chunks,
+    so they get the specification at any length."""
+    scores = q.shape[0] * q.shape[1] * scores_of_query
+    return torch.compiler.is_compiling() or scores <= MAX_SCORES * gpu_factor(q.device)
 
 
-def run(op: str, q: Tensor, k: Tensor, *tensors: Tensor, **settings: Any) -> Any:
-    """Run an operation of the specification in fp32 or better, by its name. Compiled graphs would
-    unroll chunks, so they get the specification at any length."""
-    compute = getattr(reference, op)
-    plain = torch.compiler.is_compiling() or forms_few_scores(op, q, k, settings)
-    if op == "select_blocks":  # casts to fp32 itself
-        return (compute if plain else partial(compute, rank=rank, gate=gate))(q, k, **settings)
-    if op == "sliding_window_attention" and local.is_supported(q, k, settings):
-        compute = local.sliding_window_attention
-    elif not plain:
-        compute = partial(compute, attend=attend)
-    memory = {n: settings[n] for n in ("mem_k", "mem_v") if settings.get(n) is not None}
-    floats = in_autocast_dtype(q, k, tensors[0], *memory.values())
+def select_blocks(call: Call, config: AttentionConfig) -> Tensor:
+    """`reference.select_blocks`."""
+    scores = scores_of_query(call.q, call.ck, call.mem_k, config) // config.selection_stride
+    form = reference.rank if forms_few(scores, call.q) else rank
+    return reference.select_blocks(call, config, form)
+
+
+def attend_branch(call: Call, config: AttentionConfig, return_lse: bool = False) -> Any:
+    """The attention [B T H E] of one branch in fp32 or better, and on request its log-sum-exp."""
+    compute, q = reference.BRANCHES[config.branches[0]], call.q
+    names = [n for n in ("q", "k", "v", "mem_k", "mem_v") if getattr(call, n) is not None]
+    floats = in_autocast_dtype(*(getattr(call, n) for n in names))
     dtype = floats[2].dtype
     with no_autocast(q.device.type):
-        q, k, v, *memory_tensors = upcast(*floats)
-        settings = settings | dict(zip(memory, memory_tensors, strict=True))
-        result = compute(q, k, v, *tensors[1:], **settings)
-    if settings.get("return_lse"):
-        return result[0].to(dtype), result[1]
-    return result.to(dtype)
+        upcasted = call.but(**dict(zip(names, upcast(*floats), strict=True)))
+        if not return_lse and local.is_supported(upcasted, config):
+            return local.window_attention(upcasted, config).to(dtype)
+        form = reference.attend if forms_few(q.shape[2] * call.k.shape[1], q) else attend
+        result = compute(upcasted, config, form, return_lse=return_lse)
+    return (result[0].to(dtype), result[1]) if return_lse else result.to(dtype)

@@ -25,7 +25,7 @@ from ..checks.tensors import (
     shown,
 )
 from ..compat.transforms import refuse_transforms
-from ..config import AttentionConfig, config_of_key
+from ..config import DEFAULTS, AttentionConfig, config_of_key
 from . import branches, dispatch, nsa
 from .call import Call, DecodeInputs
 from .triton.operator import operator
@@ -112,29 +112,14 @@ def decode_attention(
         ValueError: shapes, dtypes, devices or settings do not match.
         NotImplementedError: an explicit backend that cannot run the call.
     """
+    given = locals()
     refuse_transforms("decode_attention")
     storage = dict(k="B N K D", v="B N K E", ck="B W K D", cv="B W K E")
     if page_table is not None:
         storage = {name: axes.replace("B", "pages") for name, axes in storage.items()}
     check_given(q=q, k=k, v=v, lengths=lengths)
-    config = AttentionConfig(
-        compress_block_size=compress_block_size,
-        compress_block_sliding_stride=compress_block_sliding_stride,
-        selection_block_size=selection_block_size,
-        num_selected_blocks=num_selected_blocks,
-        sliding_window_size=sliding_window_size,
-        importance=importance,
-        interpolated_importance_score=interpolated_importance_score,
-        num_initial_blocks=num_initial_blocks,
-        num_local_blocks=num_local_blocks,
-        selection_stride=selection_stride,
-        query_heads_share_selected_kv=query_heads_share_selected_kv,
-        branches=branches,
-        dense_length=dense_length,
-        causal=True,
-        scale=scale,
-        soft_cap=soft_cap,
-    )
+    settings = {name: value for name, value in given.items() if name in DEFAULTS}
+    config = AttentionConfig(**settings, causal=True)
     streams: dict[str, Any] = dict(k=k, v=v, ck=ck, cv=cv)
     query_tensors: dict[str, Any] = dict(
         cq=cq, mem_k=mem_k, mem_v=mem_v, window_k=window_k, window_v=window_v
@@ -170,19 +155,14 @@ def decode_attention(
     if (window_k is None) != (window_v is None):
         raise ValueError("window_k and window_v go together: give both or none")
 
-    name = dispatch.choose(
-        ("triton", "eager") if q.is_cuda and backend == "auto" else backend,  # flex has no form
-        "decode_attention", q, k, v=v, config=config,
-        dense_length=config.dense_length,
-        operands=(ck, cv, branch_gates, sinks, *query_tensors.values()),
-    )  # fmt: skip
-    if name == "triton" and counters is None:
-        counters = workspace(q.shape[0], k.shape[2], q.device)
-    call = DecodeInputs(
-        q=q, branch_gates=branch_gates, lengths=lengths, counts=counts, page_table=page_table,
-        sinks=sinks, counters=counters, ranking=ranking, **streams, **query_tensors,
-    )  # fmt: skip
-    return (run_decode_kernels if name == "triton" else decode_eagerly)(config, call)
+    call = DecodeInputs(**{name: given[name] for name in DecodeInputs._fields})
+    if backend == "auto" and q.is_cuda:
+        backend = ("triton", "eager")  # flex has no form of it
+    if dispatch.choose(backend, "decode_attention", call, config) == "eager":
+        return decode_eagerly(config, call)
+    if counters is None:
+        call = call._replace(counters=workspace(q.shape[0], k.shape[2], q.device))
+    return run_decode_kernels(config, call)
 
 
 def decode_fake(inputs, counters, ranking, key):

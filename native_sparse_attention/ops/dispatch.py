@@ -16,15 +16,16 @@ from typing import Any
 from torch import Tensor
 
 from ..checks.tensors import BACKENDS, check_choice, shown
+from ..config import AttentionConfig
 from . import chunked, flex
+from .call import Call
 from .triton import backend as triton_backend
 
 Backend = str | tuple[str, ...]
 
 
-def choose(backend: Backend, op: str, q: Tensor, k: Tensor, **facts: Any) -> str:
-    """The first of the given backends that supports this call. `facts` are the other arguments of
-    `why_not` of the backends.
+def choose(backend: Backend, op: str, call: Any, config: AttentionConfig) -> str:
+    """The first of the given backends that supports this call: a `Call`, or `DecodeInputs`.
 
     Raises:
         ValueError: neither the name of a backend nor a tuple of at least one.
@@ -33,7 +34,7 @@ def choose(backend: Backend, op: str, q: Tensor, k: Tensor, **facts: Any) -> str
     if not isinstance(backend, (str, tuple)):
         raise ValueError(f"backend must be a name or a tuple of names, got {shown(backend)}")
     if backend == "auto":
-        backend = ("triton", "flex", "eager") if q.is_cuda else ("eager",)
+        backend = ("triton", "flex", "eager") if call.q.is_cuda else ("eager",)
     names = backend if isinstance(backend, tuple) else (backend,)
     if not names:
         raise ValueError("backend must be a name or a tuple of at least one, got ()")
@@ -43,7 +44,7 @@ def choose(backend: Backend, op: str, q: Tensor, k: Tensor, **facts: Any) -> str
         if name == "eager":
             return name
         why_not = triton_backend.why_not if name == "triton" else flex.why_not
-        reasons[name] = why_not(op, q=q, k=k, **facts)
+        reasons[name] = why_not(op, call, config)
         if not reasons[name]:
             return name
     message = "; ".join(
@@ -53,13 +54,16 @@ def choose(backend: Backend, op: str, q: Tensor, k: Tensor, **facts: Any) -> str
     raise NotImplementedError(f"{message}. Use backend='auto' to fall back.")
 
 
-def run(backend: str, op: str, *tensors: Tensor, block_sizes: Any = None, **settings: Any) -> Any:
-    """Run an operation of one branch on checked arguments, with a backend of `choose`. flex has no
-    ranking: it is that of eager PyTorch."""
-    if backend == "triton" and op == "select_blocks":
-        return triton_backend.select_blocks(*tensors, **settings)
-    if backend == "triton":
-        return triton_backend.attend(op, *tensors, block_sizes=block_sizes, **settings)
-    if backend == "flex" and op != "select_blocks":
-        return getattr(flex, op)(*tensors, **settings)
-    return chunked.run(op, *tensors, **settings)
+def attend_branch(
+    backend: str, call: Call, config: AttentionConfig, return_lse: bool = False
+) -> Any:
+    """The attention [B T H E] of one branch of a checked call, and on request its log-sum-exp."""
+    module: Any = {"triton": triton_backend, "flex": flex, "eager": chunked}[backend]
+    return module.attend_branch(call, config, return_lse)
+
+
+def select_blocks(backend: str, call: Call, config: AttentionConfig) -> Tensor:
+    """Block indices [B T R n]. flex has no ranking: it is that of eager PyTorch."""
+    module: Any = triton_backend if backend == "triton" else chunked
+    indices: Tensor = module.select_blocks(call, config)
+    return indices

@@ -26,8 +26,8 @@ from ..masks.nsa import (
     sliding_block_mask,
 )
 from ..masks.scores import soft_cap as soft_cap_mod
-from ..varlen import Documents
-from .reference import prepend_memory, upcast
+from .call import Call
+from .reference import prepend_memory, softmax_options, upcast
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -40,19 +40,11 @@ MIN_WIDTH = 16
 RECOMPILE_LIMIT = 256
 
 
-def why_not(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None = None,
-    gates: Tensor | None = None,
-    q_offset: int | Tensor = 0,
-    config: AttentionConfig | None = None,
-    **facts: Any,
-) -> list[str]:
+def why_not(op: str, call: Any, config: AttentionConfig | None = None) -> list[str]:
     """Reasons why flex_attention cannot run this call; empty if it can."""
     if op in ("select_blocks", "decode_attention"):
         return [f"flex_attention has no form of {op}"]
+    q, k, v = call[:3]
     reasons = []
     if q.device.type not in ("cuda", "cpu"):
         reasons.append(f"q is on {q.device.type}, needs cuda or cpu")
@@ -67,9 +59,10 @@ def why_not(
                 reasons.append(f"{name} has head width {t.shape[-1]}, needs at least {MIN_WIDTH}")
     elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v)):
         reasons.append(f"it has no gradients on {q.device.type}")
-    if isinstance(q_offset, Tensor):
+    if isinstance(call.q_offset, Tensor):
         reasons.append("q_offset is a tensor, and its masks need one offset for all rows")
-    if gates is not None or (config is not None and config.ranks and config.use_diff_topk):
+    is_gated = config is not None and config.ranks and config.use_diff_topk
+    if call.gates is not None or is_gated:
         reasons.append(
             "it cannot scale logits by gates and differentiate them (use_diff_topk=True)"
         )
@@ -145,110 +138,118 @@ def attend_masked(
     return (out, lse) if return_lse else out
 
 
-def compressed_attention(
-    q: Tensor, ck: Tensor, cv: Tensor, *, compress_block_sliding_stride: int,
-    mem_k: Tensor | None = None, mem_v: Tensor | None = None, causal: bool = True,
-    q_offset: int = 0, documents: Documents | None = None, **softmax: Any,
-) -> Any:  # fmt: skip
-    """Attention to memory [K m D], always visible, and to windows ck, cv [B W K D]. Causally query
+def compressed_attention(call: Call, config: AttentionConfig, **options: Any) -> Any:
+    """Attention to memory [K m D], always visible, and to windows k, v [B W K D]. Causally query
     i sees window j iff `j < i // d`; otherwise it sees every window."""
-    T, d, num_mem = q.shape[1], compress_block_sliding_stride, 0
+    q, k, v, mem_k, mem_v, documents = *call[:3], call.mem_k, call.mem_v, call.documents
+    T, d, num_mem = q.shape[1], config.d, 0
     if mem_k is not None and mem_v is not None:
         num_mem = mem_k.shape[1]
-        ck, cv = (prepend_memory(m.to(x.dtype), x) for m, x in ((mem_k, ck), (mem_v, cv)))
-    kv_len, block_mask = ck.shape[1], None
+        k, v = (prepend_memory(m.to(x.dtype), x) for m, x in ((mem_k, k), (mem_v, v)))
+    kv_len, block_mask = k.shape[1], None
     if kv_len == 0:
         # flex_attention needs a key: add one that no query sees
-        ck, cv = F.pad(ck, (0, 0, 0, 0, 0, 1)), F.pad(cv, (0, 0, 0, 0, 0, 1))
+        k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
         block_mask = sliding_block_mask(T, 1, 0, True, 1, q.device)
     elif documents is not None:
-        lo, hi = documents.windows(d, causal=causal)
-        if causal:
+        lo, hi = documents.windows(d, causal=config.causal)
+        if config.causal:
             hi = hi.minimum(blocks.num_visible_windows(torch.arange(T, device=q.device), d))
         block_mask = range_block_mask(lo, hi, num_mem, kv_len)
-    elif causal:
-        block_mask = compress_block_mask(T, kv_len, d, num_mem, q_offset, q.device)
-    return attend_masked(q, ck, cv, block_mask, **softmax)
+    elif config.causal:
+        block_mask = compress_block_mask(T, kv_len, d, num_mem, call.q_offset, q.device)
+    return attend_masked(q, k, v, block_mask, **options)
 
 
-def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, selection_block_size: int,
-    gates: None = None, causal: bool = True, num_initial_blocks: int = 0,
-    num_local_blocks: int = 1, q_offset: int = 0, documents: Documents | None = None,
-    **softmax: Any,
-) -> Any:  # fmt: skip
+def selected_attention(call: Call, config: AttentionConfig, **options: Any) -> Any:
     """Attention to the tokens of selected and forced blocks: block_indices [B T K|H n] with -1 for
     none, initial blocks and, causally, local blocks. Causally no query sees a key after itself.
     """
-    S, s = k.shape[1], selection_block_size
+    q, k, v, documents, causal = *call[:3], call.documents, config.causal
+    indices: Any = call.block_indices
+    S, s = k.shape[1], config.selection_block_size
     membership = block_membership(
-        block_indices.transpose(1, 2), blocks.num_blocks(S, s), s, causal=causal,
-        num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks, offset=q_offset,
-        bounds=None if documents is None else documents.blocks(s),
+        indices.transpose(1, 2), blocks.num_blocks(S, s), s, causal=causal,
+        num_initial_blocks=config.num_initial_blocks, num_local_blocks=config.num_local_blocks,
+        offset=call.q_offset, bounds=None if documents is None else documents.blocks(s),
     )  # fmt: skip
-    groups = q.shape[2] // block_indices.shape[2]
+    groups = q.shape[2] // indices.shape[2]
     ends = None if documents is None or causal else documents.last
-    block_mask = selected_block_mask(membership, S, s, groups, causal, q_offset, ends)
-    return attend_masked(q, k, v, block_mask, **softmax)
+    block_mask = selected_block_mask(membership, S, s, groups, causal, call.q_offset, ends)
+    return attend_masked(q, k, v, block_mask, **options)
 
 
-def sliding_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, sliding_window_size: int, causal: bool = True,
-    q_offset: int = 0, documents: Documents | None = None, **softmax: Any,
-) -> Any:  # fmt: skip
+def window_attention(call: Call, config: AttentionConfig, **options: Any) -> Any:
     """Attention to keys `i - w .. i`, or `i - w .. i + w` if not causal."""
-    T, S, max_past = q.shape[1], k.shape[1], sliding_window_size
-    max_future = 0 if causal else max_past
+    q, k, v, documents, start = *call[:3], call.documents, call.q_offset
+    T, S, max_past = q.shape[1], k.shape[1], config.sliding_window_size
+    max_future = 0 if config.causal else max_past
     if documents is not None:
         i = torch.arange(T, device=q.device)
         lo, hi = documents.first.maximum(i - max_past), documents.last.minimum(i + 1 + max_future)
-        return attend_masked(q, k, v, range_block_mask(lo, hi, 0, S), **softmax)
+        return attend_masked(q, k, v, range_block_mask(lo, hi, 0, S), **options)
     # drop keys that no query sees, so that every step of a long decode has one shape
-    first, last = max(0, q_offset - max_past), min(S, q_offset + T + max_future)
-    k, v, offset = k[:, first:last], v[:, first:last], q_offset - first
-    block_mask = sliding_block_mask(T, last - first, max_past, causal, offset, q.device)
-    return attend_masked(q, k, v, block_mask, **softmax)
+    first, last = max(0, start - max_past), min(S, start + T + max_future)
+    k, v, offset = k[:, first:last], v[:, first:last], start - first
+    block_mask = sliding_block_mask(T, last - first, max_past, config.causal, offset, q.device)
+    return attend_masked(q, k, v, block_mask, **options)
+
+
+BRANCHES = {
+    "compressed": compressed_attention,
+    "selected": selected_attention,
+    "window": window_attention,
+}
+
+
+def attend_branch(call: Call, config: AttentionConfig, return_lse: bool = False) -> Any:
+    """The attention [B T H E] of one branch, and on request its log-sum-exp."""
+    options = softmax_options(call, config)
+    return BRANCHES[config.branches[0]](call, config, return_lse=return_lse, **options)
 
 
 # masks of the user
 
 
-def under_mask(
-    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float | None
-) -> Tensor:
-    """Attention under a given block mask.
+def attend_given_mask(call: Call, config: AttentionConfig, block_mask: BlockMask) -> Tensor:
+    """Attention of one branch under a block mask of the user.
 
     Raises:
         NotImplementedError: flex_attention cannot run the call.
     """
-    reasons = why_not("under_mask", q, k, v)
+    reasons = why_not("attention", call)
     if reasons:
         raise NotImplementedError(
             f"flex_attention cannot run a given mask: {'; '.join(reasons)}. Leave the mask out to "
             "let the backend choose."
         )
-    return attend_masked(q, k, v, block_mask, scale=scale)
+    out: Tensor = attend_masked(call.q, call.k, call.v, block_mask, scale=config.scale)
+    return out
 
 
-def selected_under_mask(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, fine_mask: Callable[..., BlockMask], *,
-    selection_block_size: int, num_initial_blocks: int, num_local_blocks: int, causal: bool,
-    scale: float | None,
-) -> Tensor:  # fmt: skip
+def attend_fine_mask(
+    call: Call, config: AttentionConfig, fine_mask: Callable[..., BlockMask]
+) -> Tensor:
     """Attention under `fine_mask(indices [b r i n], num_grouped_queries)`, of `create_fine_mask` or
     of others. The mask does not know the forced blocks, so it gets them as selected blocks. An
     empty slot repeats a block that the query reads, since masks of others know no -1."""
-    T, s = q.shape[1], selection_block_size
-    if causal and num_local_blocks == 0:
+    if call.gates is not None:
+        raise NotImplementedError(
+            "flex_attention has no differentiable top-k: leave out fine_selection_flex_mask, "
+            "or set use_diff_topk=False"
+        )
+    q, block_indices = call.q, call.block_indices
+    T, s, causal = q.shape[1], config.selection_block_size, config.causal
+    if causal and config.num_local_blocks == 0:
         raise NotImplementedError(
             "fine_selection_flex_mask always holds a query's own block, but num_local_blocks=0"
         )
     own_block = torch.arange(T, device=q.device)[:, None] // s
-    forced = torch.arange(min(num_initial_blocks, blocks.num_blocks(T, s)), device=q.device)
+    forced = torch.arange(min(config.num_initial_blocks, blocks.num_blocks(T, s)), device=q.device)
     forced = forced.expand(T, -1)
     if causal:
         forced = forced.masked_fill(forced > own_block, -1)
-        previous = own_block - torch.arange(1, num_local_blocks, device=q.device)
+        previous = own_block - torch.arange(1, config.num_local_blocks, device=q.device)
         forced = torch.cat((forced, previous.clamp(min=-1)), dim=-1)
     indices = block_indices.transpose(1, 2).long()
     indices = torch.cat((indices, forced.expand(*indices.shape[:2], -1, -1)), dim=-1)
@@ -256,4 +257,4 @@ def selected_under_mask(
         read = own_block if causal else indices.amax(dim=-1, keepdim=True)
         indices = torch.where(indices < 0, read, indices)
     groups = q.shape[2] // block_indices.shape[2]
-    return under_mask(q, k, v, fine_mask(indices, num_grouped_queries=groups), scale)
+    return attend_given_mask(call, config, fine_mask(indices, num_grouped_queries=groups))

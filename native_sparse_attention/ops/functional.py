@@ -53,42 +53,42 @@ from ..checks.tensors import (
     check_windows,
     default_seq_len,
 )
-from ..config import AttentionConfig
+from ..config import SELECTION, AttentionConfig
 from ..varlen import Documents
 from . import dispatch
+from .call import Call
+from .chunked import selection_gates
 from .packed import takes_documents
 
+# arguments that all operations take; settings among them go to the config
+COMMON = ("causal", "q_offset", "scale", "soft_cap", "sinks", "documents")
 
-def check_layout(
-    q: Tensor, dims: dict[str, int], keys: int, S: int, *, causal: bool, q_offset: Any, scale: Any,
-    soft_cap: Any, sinks: Any, documents: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Check the arguments that all operations take, of `keys` tensors of keys in a sequence of S
-    tokens; returns them by name, the offset as a number or a tensor with one per sequence."""
+
+def checked(
+    call: Call, settings: dict[str, Any], given: dict[str, Any], dims: dict[str, int], S: int
+) -> tuple[Call, AttentionConfig]:
+    """The call and its config with the arguments of `COMMON`, checked: of keys as many as the axis
+    of W or S has, in a sequence of S tokens."""
+    causal, q_offset, scale, soft_cap, sinks, documents = (given[name] for name in COMMON)
     causal = check_bool("causal", causal)
-    check_groups(dims["H"], dims["K"], (dims["T"], keys))
-    offset = check_offset(q_offset, dims, S, causal, q.device)
-    check_documents(documents, dims, offset, q.device)
-    check_tensor("sinks", sinks, FLOAT_DTYPES, q.device, (dims["H"],))
-    return dict(
-        causal=causal, q_offset=offset, scale=check_scale(scale), sinks=sinks, documents=documents,
-        soft_cap=check_positive("soft_cap", soft_cap),
+    check_groups(dims["H"], dims["K"], (dims["T"], dims.get("W", S)))
+    q_offset = check_offset(q_offset, dims, S, causal, call.q.device)
+    check_documents(documents, dims, q_offset, call.q.device)
+    check_tensor("sinks", sinks, FLOAT_DTYPES, call.q.device, (dims["H"],))
+    config = AttentionConfig.unchecked(
+        **settings, causal=causal, scale=check_scale(scale),
+        soft_cap=check_positive("soft_cap", soft_cap), block_sizes=given.get("block_sizes"),
     )  # fmt: skip
+    sinks = None if sinks is None else sinks[None]
+    return call.but(q_offset=q_offset, sinks=sinks, documents=documents), config
 
 
-def run(
-    backend: dispatch.Backend, op: str, q: Tensor, k: Tensor, v: Tensor, *indices: Tensor,
-    return_lse: bool, block_sizes: BlockSizes | None, config: AttentionConfig | None = None,
-    **settings: Any,
-) -> Any:  # fmt: skip
+def attend(op: str, call: Call, config: AttentionConfig, given: dict[str, Any]) -> Any:
     """Choose a backend for the attention of a branch, and run it."""
-    settings["return_lse"] = check_bool("return_lse", return_lse)
-    check_block_sizes(block_sizes)
-    name = dispatch.choose(
-        backend, op, q, k, v=v, gates=settings.get("gates"), q_offset=settings["q_offset"],
-        config=config,
-    )  # fmt: skip
-    return dispatch.run(name, op, q, k, v, *indices, block_sizes=block_sizes, **settings)
+    return_lse = check_bool("return_lse", given["return_lse"])
+    check_block_sizes(config.block_sizes)
+    name = dispatch.choose(given["backend"], op, call, config)
+    return dispatch.attend_branch(name, call, config, return_lse)
 
 
 @takes_documents
@@ -131,6 +131,7 @@ def compressed_attention(
         ValueError: shapes, dtypes or devices do not match.
         NotImplementedError: no given backend supports the call.
     """
+    given = locals()
     dims = check_shapes(
         q=(q, "B T H D"),
         ck=(ck, "B W K D"),
@@ -144,14 +145,10 @@ def compressed_attention(
     S = default_seq_len(seq_len, dims["T"], q_offset)
     if causal:
         check_windows(dims["W"], S, d, causal=True, q_offset=q_offset)
-    layout = check_layout(
-        q, dims, dims["W"], S, causal=causal, q_offset=q_offset, scale=scale, soft_cap=soft_cap,
-        sinks=sinks, documents=documents,
-    )  # fmt: skip
-    return run(
-        backend, "compressed_attention", q, ck, cv, mem_k=mem_k, mem_v=mem_v,
-        compress_block_sliding_stride=d, return_lse=return_lse, block_sizes=block_sizes, **layout,
-    )  # fmt: skip
+    settings = dict(branches=("compressed",), compress_block_sliding_stride=d)
+    call = Call(q, ck, cv, mem_k=mem_k, mem_v=mem_v)
+    call, config = checked(call, settings, given, dims, S)
+    return attend("compressed_attention", call, config, given)
 
 
 @takes_documents
@@ -221,39 +218,23 @@ def select_blocks(
         ValueError: shapes or settings do not match.
         NotImplementedError: no given backend supports the call.
     """
+    given = locals()
     dims = check_shapes(q=(q, "B T H D"), ck=(ck, "B W K D"), mem_k=(mem_k, "K m D"))
     check_same(q=q, ck=ck, mem_k=mem_k)
     return_gates = check_bool("return_gates", return_gates)
-    settings = check_selection(
-        compress_block_size=compress_block_size,
-        compress_block_sliding_stride=compress_block_sliding_stride,
-        selection_block_size=selection_block_size,
-        num_selected_blocks=num_selected_blocks,
-        importance=importance,
-        interpolated_importance_score=interpolated_importance_score,
-        num_initial_blocks=num_initial_blocks,
-        num_local_blocks=num_local_blocks,
-        selection_stride=selection_stride,
-        query_heads_share_selected_kv=query_heads_share_selected_kv,
-    )
-    config = AttentionConfig.unchecked(**settings)
+    settings = check_selection(**{name: given[name] for name in SELECTION})
     S = default_seq_len(seq_len, dims["T"], q_offset)
-    check_windows(dims["W"], S, config.d, causal=causal, q_offset=q_offset)
-    layout = check_layout(
-        q, dims, dims["W"], S, causal=causal, q_offset=q_offset, scale=scale, soft_cap=soft_cap,
-        sinks=sinks, documents=documents,
-    )  # fmt: skip
-    offset, shared = layout["q_offset"], config.query_heads_share_selected_kv
+    d = settings["compress_block_sliding_stride"]
+    check_windows(dims["W"], S, d, causal=causal, q_offset=q_offset)
+    call = Call(q, ck=ck, mem_k=mem_k, leader_indices=leader_indices, seq_len=S)
+    call, config = checked(call, settings, given, dims, S)
+    shared = config.query_heads_share_selected_kv
     check_leaders(leader_indices, dims, config.num_selected_blocks, shared, q.device)
-    check_first_group(offset, config.selection_stride, leader_indices)
-    if backend == "flex":
-        backend = "eager"  # flex_attention cannot rank
-    name = dispatch.choose(backend, "select_blocks", q, ck, q_offset=offset, config=config)
-    indices, gates = dispatch.run(
-        name, "select_blocks", q, ck, seq_len=S, mem_k=mem_k, leader_indices=leader_indices,
-        return_gates=return_gates, **settings, **layout,
-    )  # fmt: skip
-    return (indices, gates) if return_gates else indices
+    check_first_group(call.q_offset, config.selection_stride, leader_indices)
+    # flex_attention cannot rank
+    name = dispatch.choose("eager" if backend == "flex" else backend, "select_blocks", call, config)
+    indices = dispatch.select_blocks(name, call, config)
+    return (indices, selection_gates(call, config, indices)) if return_gates else indices
 
 
 @takes_documents
@@ -298,6 +279,7 @@ def selected_attention(
         ValueError: shapes, dtypes or devices do not match.
         NotImplementedError: no given backend supports the call.
     """
+    given = locals()
     dims = check_shapes(
         q=(q, "B T H D"),
         k=(k, "B S K D"),
@@ -314,16 +296,13 @@ def selected_attention(
     check_tensor("gates", gates, FLOAT_DTYPES, q.device)
     s = check_int("selection_block_size", selection_block_size, 1)
     initial, local = check_forced_blocks(s, num_initial_blocks, num_local_blocks)
-    layout = check_layout(
-        q, dims, dims["S"], dims["S"], causal=causal, q_offset=q_offset, scale=scale,
-        soft_cap=soft_cap, sinks=sinks, documents=documents,
+    settings = dict(
+        branches=("selected",), selection_block_size=s, num_selected_blocks=0,
+        num_initial_blocks=initial, num_local_blocks=local,
     )  # fmt: skip
-    config = AttentionConfig.unchecked(selection_block_size=s, num_selected_blocks=0)
-    return run(
-        backend, "selected_attention", q, k, v, block_indices, gates=gates, selection_block_size=s,
-        num_initial_blocks=initial, num_local_blocks=local, return_lse=return_lse,
-        block_sizes=block_sizes, config=config, **layout,
-    )  # fmt: skip
+    call = Call(q, k, v, block_indices=block_indices, gates=gates)
+    call, config = checked(call, settings, given, dims, dims["S"])
+    return attend("selected_attention", call, config, given)
 
 
 @takes_documents
@@ -357,14 +336,10 @@ def sliding_window_attention(
         ValueError: shapes, dtypes or devices do not match.
         NotImplementedError: no given backend supports the call.
     """
+    given = locals()
     dims = check_shapes(q=(q, "B T H D"), k=(k, "B S K D"), v=(v, "B S K E"))
     check_same(q=q, k=k, v=v)
     w = check_int("sliding_window_size", sliding_window_size, 0)
-    layout = check_layout(
-        q, dims, dims["S"], dims["S"], causal=causal, q_offset=q_offset, scale=scale,
-        soft_cap=soft_cap, sinks=sinks, documents=documents,
-    )  # fmt: skip
-    return run(
-        backend, "sliding_window_attention", q, k, v, sliding_window_size=w, return_lse=return_lse,
-        block_sizes=block_sizes, **layout,
-    )  # fmt: skip
+    settings = dict(branches=("window",), sliding_window_size=w)
+    call, config = checked(Call(q, k, v), settings, given, dims, dims["S"])
+    return attend("sliding_window_attention", call, config, given)

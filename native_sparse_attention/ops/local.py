@@ -4,12 +4,14 @@ local-attention."""
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from einops import rearrange, repeat
 from local_attention import LocalAttention
 from torch import Tensor
+
+from ..config import AttentionConfig
+from .call import Call
 
 
 @lru_cache(maxsize=64)
@@ -21,30 +23,28 @@ def local_attention(sliding_window_size: int, causal: bool) -> LocalAttention:
     )  # fmt: skip
 
 
-def is_supported(q: Tensor, k: Tensor, settings: dict[str, Any]) -> bool:
+def is_supported(call: Call, config: AttentionConfig) -> bool:
     """Whether the package supports this call and is faster: whole sequences of at least two
-    windows, no log-sum-exp, no compiled graph (the package branches on the length)."""
-    if any(settings.get(name) is not None for name in ("documents", "sinks", "soft_cap")):
+    windows, no compiled graph (the package branches on the length)."""
+    q, w = call.q, config.sliding_window_size
+    if config.branches != ("window",) or torch.compiler.is_compiling():
         return False
-    if torch.compiler.is_compiling() or settings["return_lse"]:
+    if call.documents is not None or call.sinks is not None or config.soft_cap is not None:
         return False
-    whole = isinstance(settings["q_offset"], int) and q.shape[1] == k.shape[1]
-    return whole and len(q) > 0 and 0 < 2 * settings["sliding_window_size"] <= q.shape[1]
+    whole = isinstance(call.q_offset, int) and q.shape[1] == call.k.shape[1]
+    return whole and len(q) > 0 and 0 < 2 * w <= q.shape[1]
 
 
-def sliding_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, sliding_window_size: int, causal: bool,
-    scale: float | None, **_: Any,
-) -> Tensor:  # fmt: skip
+def window_attention(call: Call, config: AttentionConfig) -> Tensor:
     """Attention [B T H E] of a call that `is_supported`."""
-    if scale is not None:
-        q = q * (scale * q.shape[-1] ** 0.5)
+    q, k, v, w, causal = *call[:3], config.sliding_window_size, config.causal
+    if config.scale is not None:
+        q = q * (config.scale * q.shape[-1] ** 0.5)
     groups = q.shape[2] // k.shape[2]
     q = rearrange(q, "b i h d -> b h i d")
     k, v = (repeat(t, "b j k d -> b (k g) j d", g=groups) for t in (k, v))
     # the package pads to whole windows; a two-sided window would attend to the padding
     padding = None
-    if not causal and q.shape[2] % sliding_window_size:
+    if not causal and q.shape[2] % w:
         padding = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
-    out = local_attention(sliding_window_size, causal)(q, k, v, mask=padding)
-    return rearrange(out, "b h i e -> b i h e")
+    return rearrange(local_attention(w, causal)(q, k, v, mask=padding), "b h i e -> b i h e")

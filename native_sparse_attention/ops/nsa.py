@@ -25,11 +25,11 @@ from ..checks.tensors import (
     check_windows,
     shown,
 )
-from ..config import AttentionConfig
+from ..config import DEFAULTS, AttentionConfig
 from ..varlen import Documents
 from . import branches as branches_of
 from . import dispatch
-from .call import Call
+from .call import DIFFERENTIABLE, FIELDS, Call
 from .packed import takes_documents
 
 
@@ -132,45 +132,18 @@ def native_sparse_attention(
         ValueError: shapes, dtypes, devices or settings do not match.
         NotImplementedError: no given backend supports the call.
     """
+    given = locals()
     (return_indices,) = check_bools(return_indices=return_indices)
-    config = AttentionConfig(
-        compress_block_size=compress_block_size,
-        compress_block_sliding_stride=compress_block_sliding_stride,
-        selection_block_size=selection_block_size,
-        num_selected_blocks=num_selected_blocks,
-        sliding_window_size=sliding_window_size,
-        importance=importance,
-        interpolated_importance_score=interpolated_importance_score,
-        num_initial_blocks=num_initial_blocks,
-        num_local_blocks=num_local_blocks,
-        selection_stride=selection_stride,
-        query_heads_share_selected_kv=query_heads_share_selected_kv,
-        branches=branches,
-        dense_length=dense_length,
-        use_diff_topk=use_diff_topk,
-        causal=causal,
-        scale=scale,
-        soft_cap=soft_cap,
-        recompute=recompute,
-        block_sizes=block_sizes,
-    )
-    tensors = (q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, sinks)
+    config = AttentionConfig(**{name: given[name] for name in DEFAULTS})
+    call = Call(**{name: given[name] for name in FIELDS if name in given})
     masks = sliding_window_flex_mask, fine_selection_flex_mask
-    call = checked(Call(*tensors, q_offset, leader_indices, documents), config, masks)
-    name = choose_backend(call, config, backend)
+    call = checked(call, config, masks)
+    name = dispatch.choose(backend, "native_sparse_attention", call, config)
     out, block_indices = branches_of.attend(call, config, name, masks, keep_slots=return_indices)
     return (out, block_indices) if return_indices else out
 
 
-def choose_backend(call: Call, config: AttentionConfig, backend: dispatch.Backend) -> str:
-    """`dispatch.choose` of a whole layer."""
-    return dispatch.choose(
-        backend, "native_sparse_attention", call.q, call.k, v=call.v, q_offset=call.q_offset,
-        config=config,
-    )  # fmt: skip
-
-
-def check_branch_tensors(named: dict[str, Any], config: AttentionConfig) -> None:
+def check_branch_tensors(tensors: dict[str, Any], config: AttentionConfig) -> None:
     """Check that the branches have their tensors and masks, and that no others are given."""
     branches, ranks = config.branches, config.compresses
     has_cmp, has_sel, has_win = (branch in branches for branch in BRANCHES)
@@ -180,9 +153,9 @@ def check_branch_tensors(named: dict[str, Any], config: AttentionConfig) -> None
         sliding_window_flex_mask=has_win, branch_gates=len(branches) > 1,
     )  # fmt: skip
     for name, has_use in reads.items():
-        if not has_use and named.get(name) is not None:
+        if not has_use and tensors.get(name) is not None:
             raise ValueError(f"{name} must be None with branches={branches}, which do not read it")
-    check_given(**{name: named[name] for name in ("ck", "cv", "branch_gates") if reads[name]})
+    check_given(**{name: tensors[name] for name in ("ck", "cv", "branch_gates") if reads[name]})
 
 
 def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call:
@@ -191,8 +164,9 @@ def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call
     Raises:
         ValueError: the tensors do not match one another or the settings.
     """
-    named = dict(zip(("sliding_window_flex_mask", "fine_selection_flex_mask"), masks, strict=True))
-    check_branch_tensors(call.tensors() | named, config)
+    flex_masks = zip(("sliding_window_flex_mask", "fine_selection_flex_mask"), masks, strict=True)
+    inputs = {name: getattr(call, name) for name in DIFFERENTIABLE}
+    check_branch_tensors(inputs | dict(flex_masks), config)
     q, mem_k, mem_v = call.q, call.mem_k, call.mem_v
     branches = len(config.branches)
     # queries and keys that only rank may have a width of their own, and a query for each KV head
@@ -212,8 +186,8 @@ def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call
     )
     if has_ranking_queries and dims["R"] not in (dims["H"], dims["K"]):
         raise ValueError(f"cq must have H={dims['H']} or K={dims['K']} heads, got {dims['R']}")
-    inputs = call.tensors()
-    check_same(**{name: inputs[name] for name in inputs if name not in ("branch_gates", "sinks")})
+    del inputs["branch_gates"], inputs["sinks"]
+    check_same(**inputs)
     check_tensor("branch_gates", call.branch_gates, FLOAT_DTYPES, q.device)
     check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
     check_memory(mem_k, mem_v)

@@ -25,7 +25,9 @@ from torch import Tensor
 from .. import blocks
 from ..compat.autocast import no_autocast
 from ..compat.graphs import free_size, is_exporting
+from ..config import AttentionConfig
 from ..varlen import Documents
+from .call import Call
 
 # softmax attention
 
@@ -94,7 +96,7 @@ def capped(sim: Tensor, soft_cap: float | None) -> Tensor:
     return sim if soft_cap is None else soft_cap * (sim / soft_cap).tanh()
 
 
-def with_sinks(sim: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def append_sinks(sim: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Logits [b k g i j] and their mask, with the sinks [(k g)] as one more visible column."""
     if sinks is None:
         return sim, mask
@@ -127,7 +129,7 @@ def attend(
     sim, mask = capped(scores(q, k, scale), soft_cap), visibility.mask(*everything)
     if gates is not None:
         sim = sim * visibility.expand_gates(gates, *everything)
-    sim, mask = with_sinks(sim, mask, sinks)
+    sim, mask = append_sinks(sim, mask, sinks)
     probs, sim = masked_softmax(sim, mask)
     out = times(probs[..., : k.shape[1]], rearrange(v, "b j k e -> b k j e"))
     out = rearrange(out, "b k g i e -> b i (k g) e")
@@ -138,6 +140,12 @@ def attend(
     else:
         lse = sim.logsumexp(dim=-1).masked_fill(~mask.any(dim=-1), float("-inf"))
     return out, rearrange(lse, "b k g i -> b i (k g)")
+
+
+def softmax_options(call: Call, config: AttentionConfig) -> dict[str, Any]:
+    """The options of `attend` in a call of one branch."""
+    sinks = None if call.sinks is None else call.sinks[0]
+    return dict(scale=config.scale, soft_cap=config.soft_cap, sinks=sinks)
 
 
 # branch 1: compressed
@@ -174,13 +182,12 @@ def window_numbers(W: int, mem_k: Tensor | None, device: torch.device) -> Tensor
 
 
 def compressed_attention(
-    q: Tensor, ck: Tensor, cv: Tensor, *, mem_k: Tensor | None, mem_v: Tensor | None,
-    compress_block_sliding_stride: int, causal: bool, q_offset: int | Tensor,
-    documents: Documents | None = None, attend: Callable[..., Any] = attend, **softmax: Any,
-) -> Any:  # fmt: skip
+    call: Call, config: AttentionConfig, attend: Callable[..., Any] = attend, **options: Any
+) -> Any:
     """Softmax over memory and the visible windows."""
-    d, W = compress_block_sliding_stride, ck.shape[1]
-    visible = visible_windows(query_positions(q, q_offset), W, d, causal, documents)
+    q, mem_k, d, W = call.q, call.mem_k, config.d, call.k.shape[1]
+    i = query_positions(q, call.q_offset)
+    visible = visible_windows(i, W, d, config.causal, call.documents)
     w = window_numbers(W, mem_k, q.device)
     m = 0 if mem_k is None else mem_k.shape[1]
 
@@ -188,27 +195,28 @@ def compressed_attention(
         return window_mask((visible[0][:, rows], visible[1][:, rows]), w[keys])
 
     def key_range(first: int, last: int) -> tuple[int, int]:
-        return 0, m + (blocks.num_visible_windows(last, d) if causal else W)
+        return 0, m + (blocks.num_visible_windows(last, d) if config.causal else W)
 
-    ck, cv = prepend_memory(mem_k, ck), prepend_memory(mem_v, cv)
-    return attend(q, ck, cv, Visibility(mask, key_range, q_offset), **softmax)
+    k, v = prepend_memory(mem_k, call.k), prepend_memory(call.mem_v, call.v)
+    options |= softmax_options(call, config)
+    return attend(q, k, v, Visibility(mask, key_range, call.q_offset), **options)
 
 
 # branch 2: selected
 
 
 def forced_blocks(
-    i: Tensor, c: Tensor, s: int, *, causal: bool, num_initial_blocks: int,
-    num_local_blocks: int, documents: Documents | None = None,
-) -> Tensor:  # fmt: skip
+    i: Tensor, c: Tensor, config: AttentionConfig, documents: Documents | None = None
+) -> Tensor:
     """Blocks that a query reads without ranking, [b|1 i] x [c] -> [b|1 i c]: the initial blocks
     and, if causal, the `num_local_blocks` that end with the query's own block."""
+    s = config.selection_block_size
     first = torch.zeros_like(i) if documents is None else documents.blocks(s)[0]
     first = first[..., None]
-    forced = c < first + num_initial_blocks
-    if causal:
+    forced = c < first + config.num_initial_blocks
+    if config.causal:
         own_block = (i // s)[..., None]
-        forced = (forced | (c > own_block - num_local_blocks)) & (c <= own_block)
+        forced = (forced | (c > own_block - config.num_local_blocks)) & (c <= own_block)
     return forced & (c >= first)
 
 
@@ -233,22 +241,17 @@ def block_numbers(S: int, s: int, device: torch.device) -> Tensor:
 
 
 def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, gates: Tensor | None,
-    selection_block_size: int, num_initial_blocks: int, num_local_blocks: int, causal: bool,
-    q_offset: int | Tensor, documents: Documents | None = None,
-    attend: Callable[..., Any] = attend, **softmax: Any,
-) -> Any:  # fmt: skip
+    call: Call, config: AttentionConfig, attend: Callable[..., Any] = attend, **options: Any
+) -> Any:
     """Softmax over the tokens of the forced and the selected blocks, causal inside."""
-    s, S, kv = selection_block_size, k.shape[1], k.shape[2]
-    i, j = query_positions(q, q_offset), torch.arange(S, device=q.device)
+    q, k, block_indices, documents = call.q, call.k, call.block_indices, call.documents
+    s, S, kv = config.selection_block_size, k.shape[1], k.shape[2]
+    i, j = query_positions(q, call.q_offset), torch.arange(S, device=q.device)
     num_blocks = free_size(blocks.num_blocks(S, s))
     c, block_of_key = torch.arange(num_blocks, device=q.device), block_numbers(S, s, q.device)
 
     def forced(rows: slice) -> Tensor:
-        return forced_blocks(
-            i[:, rows], c, s, causal=causal, num_initial_blocks=num_initial_blocks,
-            num_local_blocks=num_local_blocks, documents=slice_documents(documents, rows),
-        )[:, None]  # fmt: skip
+        return forced_blocks(i[:, rows], c, config, slice_documents(documents, rows))[:, None]
 
     def mask(rows: slice, keys: slice) -> Tensor:
         indices = block_indices[:, rows]
@@ -256,7 +259,7 @@ def selected_attention(
         chosen = scatter_blocks(chosen, indices, num_blocks, False)
         # [b r i c] -> [b k g' i j] with g' = 1 if a group shares its block indices
         attended = rearrange(chosen | forced(rows), "b (k g) i c -> b k g i c", k=kv)
-        visible_keys = (j[keys] <= i[:, rows, None]) | (not causal)
+        visible_keys = (j[keys] <= i[:, rows, None]) | (not config.causal)
         visible_keys = keep_document(visible_keys, j[keys], documents, rows)
         return attended.index_select(-1, block_of_key[keys]) & visible_keys[:, None, None]
 
@@ -268,33 +271,42 @@ def selected_attention(
         return gate[..., block_of_key[keys]]
 
     def key_range(first: int, last: int) -> tuple[int, int]:
-        return 0, last + 1 if causal else S
+        return 0, last + 1 if config.causal else S
 
-    visibility = Visibility(mask, key_range, q_offset, expand_gates)
-    return attend(q, k, v, visibility, gates=gates, **softmax)
+    visibility = Visibility(mask, key_range, call.q_offset, expand_gates)
+    options |= softmax_options(call, config)
+    return attend(q, k, call.v, visibility, gates=call.gates, **options)
 
 
 # branch 3: sliding window
 
 
-def sliding_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, sliding_window_size: int, causal: bool,
-    q_offset: int | Tensor, documents: Documents | None = None,
-    attend: Callable[..., Any] = attend, **softmax: Any,
-) -> Any:  # fmt: skip
+def window_attention(
+    call: Call, config: AttentionConfig, attend: Callable[..., Any] = attend, **options: Any
+) -> Any:
     """Softmax over keys `i - w .. i`, or `i - w .. i + w` if not causal."""
-    max_past, max_future = sliding_window_size, 0 if causal else sliding_window_size
-    i, j = query_positions(q, q_offset), torch.arange(k.shape[1], device=q.device)
+    max_past = config.sliding_window_size
+    max_future = 0 if config.causal else max_past
+    i = query_positions(call.q, call.q_offset)
+    j = torch.arange(call.k.shape[1], device=i.device)
 
     def mask(rows: slice, keys: slice) -> Tensor:
         distance = i[:, rows, None] - j[keys]
         visible = (distance <= max_past) & (-distance <= max_future)
-        return keep_document(visible, j[keys], documents, rows)[:, None, None]
+        return keep_document(visible, j[keys], call.documents, rows)[:, None, None]
 
     def key_range(first: int, last: int) -> tuple[int, int]:
         return first - max_past, last + max_future + 1
 
-    return attend(q, k, v, Visibility(mask, key_range, q_offset), **softmax)
+    options |= softmax_options(call, config)
+    return attend(call.q, call.k, call.v, Visibility(mask, key_range, call.q_offset), **options)
+
+
+BRANCHES = {
+    "compressed": compressed_attention,
+    "selected": selected_attention,
+    "window": window_attention,
+}
 
 
 # the gate
@@ -343,9 +355,10 @@ def interpolate_windows(
     w = torch.arange(W, device=c.device)
     edges = [n.clamp(0, W - 1) for n in (first.minimum(end - 1), end - 1)]
     edges = [n.expand(*window_scores.shape[:3], 1) for n in edges]
-    at_first, at_last = (window_scores.gather(-1, edge) for edge in edges)  # one window a query
-    nearest = torch.where(w < first, at_first, window_scores)
-    nearest = torch.where(w >= end, at_last, nearest)
+    # one window of each query
+    first_scores, last_scores = (window_scores.gather(-1, edge) for edge in edges)
+    nearest = torch.where(w < first, first_scores, window_scores)
+    nearest = torch.where(w >= end, last_scores, nearest)
 
     def pick(w: Tensor) -> Tensor:
         return nearest[..., w.clamp(0, nearest.shape[-1] - 1)]
@@ -369,58 +382,39 @@ def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
 
 
 def importance_scores(
-    q: Tensor, ck: Tensor, mem_k: Tensor | None, visible: tuple[Tensor, Tensor], c: Tensor, *,
-    rule: str, interpolated: bool, shared: bool, l: int, d: int, s: int, scale: float | None,
-    soft_cap: float | None = None, sinks: Tensor | None = None,
+    q: Tensor, ck: Tensor, mem_k: Tensor | None, visible: tuple[Tensor, Tensor], c: Tensor,
+    config: AttentionConfig, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Scores [b r i c] of blocks c for queries that see windows `visible[0]` to `visible[1] - 1`,
     [b|1 i] each, by the rules of `docs/semantics.md`."""
+    shared, d, s = config.query_heads_share_selected_kv, config.d, config.selection_block_size
     # sequences without a window, as those of a compiled graph may be, get a hidden one
     hidden = 1 if torch.compiler.is_compiling() or ck.shape[1] == 0 else 0
-    if rule == "probs":
+    if config.importance == "probs":
         mask = window_mask(visible, window_numbers(ck.shape[1], mem_k, q.device))
-        sim = capped(scores(q, prepend_memory(mem_k, ck), scale), soft_cap)
+        sim = capped(scores(q, prepend_memory(mem_k, ck), config.scale), config.soft_cap)
         keys = sim.shape[-1]
-        probs, _ = masked_softmax(*with_sinks(sim, mask, sinks))
+        probs, _ = masked_softmax(*append_sinks(sim, mask, sinks))
         probs = F.pad(probs[..., keys - ck.shape[1] : keys], (0, hidden))
         probs = probs.sum(dim=2) if shared else rearrange(probs, "b k g i w -> b (k g) i w")
-        return block_mass(probs, c, l, d, s)
+        return block_mass(probs, c, config.compress_block_size, d, s)
     if shared:
         # the mean over heads of dot products is the dot product with the mean query
         q = rearrange(q, "b i (k g) d -> b i k g d", k=ck.shape[2]).mean(dim=3)
-    window_scores = rearrange(scores(q, ck, scale), "b k g i w -> b (k g) i w")
+    window_scores = rearrange(scores(q, ck, config.scale), "b k g i w -> b (k g) i w")
     window_scores = F.pad(window_scores, (0, hidden))
-    if interpolated:
+    if config.interpolated_importance_score:
         return interpolate_windows(window_scores, visible, c, d, s)
-    return pool_windows(window_scores, visible[1], c, d, s, rule)
+    return pool_windows(window_scores, visible[1], c, d, s, config.importance)
 
 
 # selection
 
 
-class Ranking(NamedTuple):
-    """Settings of `select_blocks` under their public names, after three facts of a call."""
-
-    seq_len: int
-    q_offset: int | Tensor
-    causal: bool
-    compress_block_size: int
-    compress_block_sliding_stride: int
-    selection_block_size: int
-    num_selected_blocks: int
-    importance: str
-    interpolated_importance_score: bool
-    num_initial_blocks: int
-    num_local_blocks: int
-    selection_stride: int
-    query_heads_share_selected_kv: bool
-    scale: float | None = None
-    soft_cap: float | None = None
-
-
 class RankedQueries(NamedTuple):
     """The queries that are ranked, q [b t h d], at positions i [b|1 t], with the bounds of their
-    documents; the compressed branch's keys, memory and sinks."""
+    documents; the compressed branch's keys, memory and sinks [h]; how many blocks have a score; and
+    the position of the first query of the call."""
 
     q: Tensor
     ck: Tensor
@@ -428,30 +422,44 @@ class RankedQueries(NamedTuple):
     sinks: Tensor | None
     i: Tensor
     documents: Documents | None
+    num_ranked: int
+    q_offset: int | Tensor
 
-    def slice(self, rows: slice, windows: slice) -> RankedQueries:
-        documents = slice_documents(self.documents, rows)
-        q, ck, i = self.q[:, rows], self.ck[:, windows], self.i[:, rows]
-        return RankedQueries(q, ck, self.mem_k, self.sinks, i, documents)
+    def slice(self, rows: slice, windows: slice, config: AttentionConfig) -> RankedQueries:
+        documents, ck = slice_documents(self.documents, rows), self.ck[:, windows]
+        num_ranked = self.num_ranked
+        if config.causal:
+            num_ranked = num_complete_blocks(ck, config)
+        return RankedQueries(
+            self.q[:, rows], ck, self.mem_k, self.sinks, self.i[:, rows], documents, num_ranked,
+            self.q_offset,
+        )  # fmt: skip
+
+
+def num_complete_blocks(ck: Tensor, config: AttentionConfig) -> int:
+    """The blocks that windows ck [b w k d] cover."""
+    d = config.d
+    return blocks.num_complete_blocks(ck.shape[1] * d, d, config.selection_block_size)
 
 
 def candidates(
-    i: Tensor, c: Tensor, num_ranked: int, documents: Documents | None, *, d: int, s: int,
-    num_initial_blocks: int, num_local_blocks: int, causal: bool,
-) -> Tensor:  # fmt: skip
+    i: Tensor, c: Tensor, num_ranked: int, documents: Documents | None, config: AttentionConfig
+) -> Tensor:
     """Which blocks c below `num_ranked` a query at position i [b|1 i] may select, [b|1 i c]: those
     that are not forced and, if causal, past and wholly visible."""
-    candidate = ((c >= num_initial_blocks) & (c < num_ranked)).expand(*i.shape, -1)
+    s, num_initial = config.selection_block_size, config.num_initial_blocks
+    candidate = ((c >= num_initial) & (c < num_ranked)).expand(*i.shape, -1)
     if documents is not None:
         first, end = (t[..., None] for t in documents.blocks(s))
-        candidate = (c >= first + num_initial_blocks) & (c < end)
-    if causal:
-        visible_keys = c <= (i // s)[..., None] - max(num_local_blocks, 1)
-        candidate = candidate & visible_keys & (c < blocks.num_complete_blocks(i, d, s)[..., None])
+        candidate = (c >= first + num_initial) & (c < end)
+    if config.causal:
+        complete = blocks.num_complete_blocks(i, config.d, s)[..., None]
+        is_past = c <= (i // s)[..., None] - max(config.num_local_blocks, 1)
+        candidate = candidate & is_past & (c < complete)
     return candidate
 
 
-def block_scores(queries: RankedQueries, ranking: Ranking) -> tuple[Tensor, Tensor]:
+def block_scores(queries: RankedQueries, config: AttentionConfig) -> tuple[Tensor, Tensor]:
     """Scores [b r t c] of n blocks or more, in fp32 or better (in bf16 half of them would tie), and
     which blocks are candidates, [b|1 1 t c]."""
     leaves: Any = (
@@ -459,45 +467,34 @@ def block_scores(queries: RankedQueries, ranking: Ranking) -> tuple[Tensor, Tens
         for t in queries[:4]
     )
     q, ck, mem_k, sinks = leaves
-    i, documents, W, n = queries.i, queries.documents, ck.shape[1], ranking.num_selected_blocks
-    d, s = ranking.compress_block_sliding_stride, ranking.selection_block_size
-    num_ranked = blocks.num_complete_blocks(W * d, d, s)
-    if not ranking.causal:
-        num_ranked = free_size(blocks.num_blocks(ranking.seq_len, s))
+    n = config.num_selected_blocks
     # a compiled graph runs other lengths, so it always appends n columns
-    missing = n if torch.compiler.is_compiling() else max(0, n - num_ranked)
-    c = torch.arange(num_ranked + missing, device=q.device)
-    candidate = candidates(
-        i, c, num_ranked, documents, d=d, s=s, num_initial_blocks=ranking.num_initial_blocks,
-        num_local_blocks=ranking.num_local_blocks, causal=ranking.causal,
-    )[:, None]  # fmt: skip
+    missing = n if torch.compiler.is_compiling() else max(0, n - queries.num_ranked)
+    c = torch.arange(queries.num_ranked + missing, device=q.device)
+    visible = visible_windows(queries.i, ck.shape[1], config.d, config.causal, queries.documents)
     with no_autocast(q.device.type):
-        values = importance_scores(
-            q, ck, mem_k, visible_windows(i, W, d, ranking.causal, documents), c,
-            rule=ranking.importance, interpolated=ranking.interpolated_importance_score,
-            shared=ranking.query_heads_share_selected_kv, l=ranking.compress_block_size, d=d, s=s,
-            scale=ranking.scale, soft_cap=ranking.soft_cap, sinks=sinks,
-        )  # fmt: skip
-    return values, candidate
+        values = importance_scores(q, ck, mem_k, visible, c, config, sinks)
+    candidate = candidates(queries.i, c, queries.num_ranked, queries.documents, config)
+    return values, candidate[:, None]
 
 
-def rank(queries: RankedQueries, ranking: Ranking) -> Tensor:
+def rank(queries: RankedQueries, config: AttentionConfig) -> Tensor:
     """Block indices [b t r n] of the top-n candidates, best first, -1 for an empty slot. The
     earlier block wins a tie."""
     with torch.no_grad():
-        values, candidate = block_scores(queries, ranking)
+        values, candidate = block_scores(queries, config)
         masked = values.masked_fill(~candidate, float("-inf"))
         order = masked.sort(dim=-1, descending=True, stable=True).indices
-        order = order[..., : ranking.num_selected_blocks]
+        order = order[..., : config.num_selected_blocks]
         order = order.where(candidate.expand_as(masked).gather(-1, order), -1)
         return rearrange(order.to(torch.int32), "b r t n -> b t r n")
 
 
-def gate(queries: RankedQueries, block_indices: Tensor, ranking: Ranking) -> Tensor:
+def gate(queries: RankedQueries, block_indices: Tensor, config: AttentionConfig) -> Tensor:
     """Gates [b t r n] of selected blocks: value 1, with the gradient of the block's score (`probs`)
     or of its softmax over the candidates and one constant logit of -1e3."""
-    values, candidate = block_scores(queries, ranking)
-    if ranking.importance != "probs":
+    values, candidate = block_scores(queries, config)
+    if config.importance != "probs":
         values = F.pad(values.masked_fill(~candidate, float("-inf")), (1, 0), value=-1e3)
         values = values.softmax(dim=-1)[..., 1:]
     index = rearrange(block_indices.long(), "b t r n -> b r t n")
@@ -524,67 +521,58 @@ def share(ranked: Tensor, group: Tensor, default: Tensor) -> Tensor:
     return torch.where(group[..., None, None] < 0, default, ranked[row, group.clamp(min=0)])
 
 
-def ranked_queries(
-    q: Tensor, ck: Tensor, mem_k: Tensor | None, sinks: Tensor | None,
-    documents: Documents | None, ranking: Ranking,
-) -> tuple[RankedQueries, Any, Any]:  # fmt: skip
+def ranked_queries(call: Call, config: AttentionConfig) -> tuple[RankedQueries, Any, Any]:
     """The queries that are ranked; with a stride also their rows [b t] and the group of each query
     [b|1 i]."""
-    i = query_positions(q, ranking.q_offset)
-    if ranking.selection_stride == 1:
-        return RankedQueries(q, ck, mem_k, sinks, i, documents), None, None
-    start = i[:, :1]
-    q, i, group = leaders(q, i, ranking.selection_stride)
-    rows = (i - start).expand(len(q), -1)
-    if documents is not None:
-        documents = Documents(*(bound.gather(1, rows) for bound in documents))
-    return RankedQueries(q, ck, mem_k, sinks, i, documents), rows, group
+    q, ck, documents, rows, group = call.q, call.ck, call.documents, None, None
+    i = query_positions(q, call.q_offset)
+    if config.selection_stride > 1:
+        start = i[:, :1]
+        q, i, group = leaders(q, i, config.selection_stride)
+        rows = (i - start).expand(len(q), -1)
+        if documents is not None:
+            documents = Documents(*(bound.gather(1, rows) for bound in documents))
+    num_ranked = num_complete_blocks(ck, config)
+    if not config.causal:
+        num_ranked = free_size(blocks.num_blocks(call.seq_len, config.selection_block_size))
+    sinks = None if call.sinks is None else call.sinks[0]
+    queries = RankedQueries(q, ck, call.mem_k, sinks, i, documents, num_ranked, call.q_offset)
+    return queries, rows, group
 
 
 def selection_gates(
-    q: Tensor, ck: Tensor, block_indices: Tensor, *, mem_k: Tensor | None = None,
-    sinks: Tensor | None = None, documents: Documents | None = None,
-    gate: Callable[..., Tensor] = gate, **settings: Any,
-) -> Tensor:  # fmt: skip
+    call: Call, config: AttentionConfig, block_indices: Tensor, gate: Callable[..., Tensor] = gate
+) -> Tensor:
     """Straight-through gates of block indices [b i r n]; see `gate`. With a stride, scores are
     those of each group's first query, and tokens whose group began before this call have gates
-    without gradient. `settings` are those of `Ranking`.
+    without gradient.
 
     Returns:
         Ones [b i r n], float32 (float64 for float64 inputs), with gradients for q, ck, mem_k and
         sinks. Deterministic.
     """
     if block_indices.numel() == 0:
-        return q.new_ones(block_indices.shape, dtype=torch.promote_types(q.dtype, torch.float32))
-    ranking = Ranking(**settings)
-    queries, rows, group = ranked_queries(q, ck, mem_k, sinks, documents, ranking)
+        dtype = torch.promote_types(call.q.dtype, torch.float32)
+        return call.q.new_ones(block_indices.shape, dtype=dtype)
+    queries, rows, group = ranked_queries(call, config)
     if group is None:
-        return gate(queries, block_indices, ranking)
+        return gate(queries, block_indices, config)
     rows = rows[..., None, None].expand(-1, -1, *block_indices.shape[2:])
-    gates = gate(queries, block_indices.gather(1, rows), ranking)
+    gates = gate(queries, block_indices.gather(1, rows), config)
     return share(gates, group, gates.new_ones(()))
 
 
 def select_blocks(
-    q: Tensor, ck: Tensor, *, mem_k: Tensor | None, leader_indices: Tensor | None = None,
-    return_gates: bool = False, sinks: Tensor | None = None, documents: Documents | None = None,
-    rank: Callable[..., Tensor] = rank, gate: Callable[..., Tensor] = gate, **settings: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Block indices [b i r n], int32, and on request their straight-through gates. `settings` are
-    those of `Ranking`."""
-    ranking = Ranking(**settings)
-    heads = ck.shape[2] if ranking.query_heads_share_selected_kv else q.shape[2]
-    shape = (*q.shape[:2], heads, ranking.num_selected_blocks)
-    indices = torch.full(shape, -1, dtype=torch.int32, device=q.device)
-    if 0 not in shape:
-        queries, _, group = ranked_queries(q, ck, mem_k, sinks, documents, ranking)
-        indices = rank(queries, ranking)
-        if group is not None:
-            first_group = indices.new_full((), -1)
-            if leader_indices is not None:
-                first_group = leader_indices[:, None]
-            indices = share(indices, group, first_group)
-    if not return_gates:
-        return indices, None
-    leaves: dict[str, Any] = dict(mem_k=mem_k, sinks=sinks, documents=documents)
-    return indices, selection_gates(q, ck, indices, gate=gate, **leaves, **settings)
+    call: Call, config: AttentionConfig, rank: Callable[..., Tensor] = rank
+) -> Tensor:
+    """Block indices [b i r n], int32, by the queries q and windows ck of a call."""
+    q, shared = call.q, config.query_heads_share_selected_kv
+    shape = *q.shape[:2], (call.ck if shared else q).shape[2], config.num_selected_blocks
+    if 0 in shape:
+        return torch.full(shape, -1, dtype=torch.int32, device=q.device)
+    queries, _, group = ranked_queries(call, config)
+    indices = rank(queries, config)
+    if group is None:
+        return indices
+    leader = call.leader_indices
+    return share(indices, group, indices.new_full((), -1) if leader is None else leader[:, None])

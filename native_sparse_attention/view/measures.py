@@ -17,9 +17,8 @@ from torch import Tensor
 from .. import blocks
 from ..compat.autocast import no_autocast
 from ..config import AttentionConfig
-from ..ops import branches
+from ..ops import branches, dispatch
 from ..ops.call import Call
-from ..ops.nsa import choose_backend
 from ..ops.reference import capped, importance_scores, upcast, visible_windows
 from ..varlen import Documents
 
@@ -59,8 +58,8 @@ def ranked_blocks(call: Call, config: AttentionConfig, indices: Tensor | None) -
     are dense, and none at all where the blocks of every query cover all that it sees."""
     b, T, h = call.q.shape[:3]
     if indices is None and call.ck is not None and config.dense_length < call.k.shape[1]:
-        backend = choose_backend(call, config, "auto")
-        indices = branches.rank(call, config, backend, None)[0]
+        backend = dispatch.choose("auto", "native_sparse_attention", call, config)
+        indices = branches.rank(call, config, backend)[0]
     if indices is None:
         r = call.k.shape[2] if config.query_heads_share_selected_kv else h
         return torch.full((b, T, r, 0), -1, dtype=torch.int32, device=call.q.device)
@@ -119,18 +118,15 @@ def scores_of_ranked(
     documents = None
     if call.documents is not None:
         documents = Documents(*(bound[:, at] for bound in call.documents))
-    sinks = call.branch_sinks(config.branches).get("compressed")
-    cq = call.q if call.cq is None else call.cq
-    tensors = cq[:, at], call.ck, call.mem_k, sinks
+    ranking = call.ranking(config.branches)
+    tensors = ranking.q[:, at], ranking.ck, ranking.mem_k, ranking.sinks
     wide: list[Any] = [None if t is None else upcast(t)[0] for t in tensors]
     cq, ck, mem_k, sinks = wide
     scores = importance_scores(
         cq, ck, mem_k,
         visible_windows(at[None], call.ck.shape[1], d, config.causal, documents),
         torch.arange(blocks.num_blocks(call.k.shape[1], s), device=at.device),
-        rule=config.importance, interpolated=config.interpolated_importance_score,
-        shared=config.query_heads_share_selected_kv, l=config.compress_block_size, d=d, s=s,
-        scale=scale, soft_cap=config.soft_cap, sinks=sinks,
+        config.but(scale=scale), None if sinks is None else sinks[0],
     )  # fmt: skip
     scores = rearrange(scores, "b r m c -> b m r c").gather(-1, ranked.clamp(min=0).long())
     return scores.masked_fill(ranked < 0, float("nan"))
@@ -174,7 +170,7 @@ def measure(
 
     parts: dict[str, list[Tensor]] = {"block_mass": [], "window_mass": [], "scores": []}
     step = max(1, MOST_SCORES // max(1, call.q.shape[0] * call.q.shape[2] * length))
-    window_k, _ = call.window_keys()
+    window_k = call.branch("window", config.branches).k
     j = torch.arange(length, device=at.device)
     with no_autocast(at.device.type):
         for start in range(0, max(1, len(at)), step):

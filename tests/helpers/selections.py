@@ -3,7 +3,9 @@
 import torch
 
 from native_sparse_attention import blocks, select_blocks
+from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.ops import reference
+from native_sparse_attention.ops.call import Call
 from tests.helpers.budget import CUDA, DEVICE, running
 
 # Triton's interpreter has no bfloat16
@@ -42,41 +44,26 @@ def draw(T, S, H, K, D, *, d=4, causal=True, m=2, dtype=DTYPE, B=2):
     return q, ck, mem_k if m else None
 
 
-def candidates(i, C, settings):
+def candidates(i, C, config):
     """Which of blocks 0 .. C - 1 queries at positions i may rank, [b|1 1 i c]."""
-    d, s = settings["compress_block_sliding_stride"], settings["selection_block_size"]
+    d, s = config.d, config.selection_block_size
     c = torch.arange(C, device=i.device)
-    forced = reference.forced_blocks(
-        i,
-        c,
-        s,
-        causal=settings["causal"],
-        num_initial_blocks=settings["num_initial_blocks"],
-        num_local_blocks=settings["num_local_blocks"],
-    )
-    ranked = ~forced
-    if settings["causal"]:
+    ranked = ~reference.forced_blocks(i, c, config)
+    if config.causal:
         own = (i // s)[..., None]
         ranked = ranked & (c < own) & (c < blocks.num_complete_blocks(i, d, s)[..., None])
     return ranked[:, None]
 
 
-def scores(q, ck, mem_k, i, C, settings, scale, dtype):
+def scores(q, ck, mem_k, i, C, config, dtype):
     """[b r i c], formed in `dtype`."""
-    d = settings["compress_block_sliding_stride"]
     return reference.importance_scores(
         q.to(dtype),
         ck.to(dtype),
         None if mem_k is None else mem_k.to(dtype),
-        reference.visible_windows(i, ck.shape[1], d, settings["causal"]),
+        reference.visible_windows(i, ck.shape[1], config.d, config.causal),
         torch.arange(C, device=q.device),
-        rule=settings["importance"],
-        interpolated=settings["interpolated_importance_score"],
-        shared=settings["query_heads_share_selected_kv"],
-        l=settings["compress_block_size"],
-        d=d,
-        s=settings["selection_block_size"],
-        scale=scale,
+        config,
     ).double()
 
 
@@ -104,7 +91,10 @@ def assert_right(q, ck, mem_k, S, q_offset=None, scale=None, backend="triton", *
     call = dict(settings, seq_len=S, mem_k=mem_k, q_offset=start, scale=scale)
     with running(backend) as name:
         actual = select_blocks(q, ck, **call, backend=name)
-    expected, _ = reference.select_blocks(q, ck, **call)
+    config = AttentionConfig(**settings, scale=scale)
+    expected = reference.select_blocks(
+        Call(q, ck=ck, mem_k=mem_k, q_offset=start, seq_len=S), config
+    )
     assert actual.dtype == torch.int32 and actual.shape == expected.shape
     assert torch.equal(actual < 0, expected < 0)
 
@@ -123,10 +113,9 @@ def assert_right(q, ck, mem_k, S, q_offset=None, scale=None, backend="triton", *
     if C == 0:
         return
     exact, low = (
-        scores(q, ck, mem_k, i, C, settings, scale, dtype)
-        for dtype in (torch.float64, torch.float32)
+        scores(q, ck, mem_k, i, C, config, dtype) for dtype in (torch.float64, torch.float32)
     )
-    ranked = candidates(i, C, settings).expand_as(exact)
+    ranked = candidates(i, C, config).expand_as(exact)
     is_block = actual >= 0
     assert (ranked.gather(-1, actual.clamp(min=0)) | ~is_block).all(), "no candidate was chosen"
     chosen = torch.where(is_block, actual, -1 - torch.arange(actual.shape[-1], device=DEVICE))

@@ -8,6 +8,7 @@ from native_sparse_attention import (
     native_sparse_attention,
 )
 from native_sparse_attention.config import AttentionConfig
+from native_sparse_attention.ops.call import Call
 from native_sparse_attention.ops.triton import backend as triton_backend
 
 
@@ -63,7 +64,7 @@ def test_tiles_that_a_gpu_does_not_hold(monkeypatch, op, dtype, heads, width, T,
         monkeypatch.setattr(launch, "shared_memory", lambda memory=memory: memory * 1024)
         with torch.no_grad():
             config = AttentionConfig(selection_block_size=s, compress_block_sliding_stride=8)
-            reasons = triton_backend.why_not(op, q, k, k, config=config)
+            reasons = triton_backend.why_not(op, Call(q, k, k), config)
         if held is None or memory > held:
             assert not reasons
         else:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention import sliding_window_attention
+from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.masks import create_sliding_mask
 from native_sparse_attention.ops import flex
+from native_sparse_attention.ops.call import Call
 from tests.helpers.calls import BRANCHES
 from tests.helpers.calls import draw as draw_call
 
@@ -47,14 +49,15 @@ def test_indices_that_are_no_block_are_passed_over():
 def test_under_a_mask_of_the_users():
     q, k, v = draw(2, 37, 37, 2, 3)
     mask = create_sliding_mask(37, 4, device="cpu")
-    torch.testing.assert_close(flex.under_mask(q, k, v, mask, None), window(q, k, v, 4))
+    out = flex.attend_given_mask(Call(q, k, v), AttentionConfig(), mask)
+    torch.testing.assert_close(out, window(q, k, v, 4))
 
 
 def test_tensors_that_want_gradients_run_where_none_are_recorded():
     q, k, v = (t.requires_grad_() for t in draw(1, 5, 5, 1, 1))
     with torch.no_grad():
         assert not window(q, k, v).requires_grad
-        assert flex.why_not("sliding_window_attention", q, k, v) == []
+        assert flex.why_not("sliding_window_attention", Call(q, k, v)) == []
     with torch.inference_mode():
         window(q, k, v)
 
@@ -84,10 +87,8 @@ def test_traces_without_a_break(branch):
 # what it cannot do
 
 
-def reasons(**changes) -> list[str]:
-    q, k, v = draw(1, 3, 5, 1, 1)
-    call = {"op": "selected_attention", "q": q, "k": k, "v": v} | changes
-    return flex.why_not(**call)
+def reasons(op="selected_attention", **changes) -> list[str]:
+    return flex.why_not(op, Call(*draw(1, 3, 5, 1, 1)).but(**changes))
 
 
 def test_why_not():
@@ -113,7 +114,7 @@ def test_why_not():
 @pytest.mark.gpu
 def test_gpu_why_not():
     q, k, v = draw(1, 3, 5, 1, 1, device="cuda")
-    assert flex.why_not("selected_attention", q, k, v) == [
+    assert flex.why_not("selected_attention", Call(q, k, v)) == [
         "its CUDA kernels have no float64",
         "q has head width 8, needs at least 16",
         "v has head width 6, needs at least 16",

@@ -129,12 +129,12 @@ def branches(dtype, heads=(4, 2, 64, 64), S=200, sizes=(16, 128), num_local=0, g
     lists = torch.zeros(1, S, K, 2, dtype=torch.int32)
     gates = torch.ones(lists.shape).to(dtype).requires_grad_() if gated else None
     for s in sizes:
-        out = triton_backend.attend(
-            "selected_attention",
-            q, k, v, lists, gates=gates, selection_block_size=s, num_initial_blocks=1,
-            num_local_blocks=num_local, causal=True, q_offset=0,
+        config = AttentionConfig.unchecked(
+            branches=("selected",), selection_block_size=s, num_selected_blocks=0,
+            num_initial_blocks=1, num_local_blocks=num_local, causal=True,
         )  # fmt: skip
-        out.sum().backward()
+        call = LayerCall(q, k, v, block_indices=lists, gates=gates)
+        triton_backend.attend_branch(call, config).sum().backward()
 
 
 def gated_rows(dtype, G, stride, D=128, S=250):
@@ -203,11 +203,8 @@ def rank(dtype, heads, importance="probs", **settings):
     }  # fmt: skip
     W = 320 // settings["compress_block_sliding_stride"]
     q, ck = torch.zeros(1, 320, H, D).to(dtype), torch.zeros(1, W, K, D).to(dtype)
-    triton_backend.select_blocks(
-        q, ck, mem_k=None, lse=torch.zeros(1, 320, H), importance=importance, scale=None,
-        interpolated_importance_score=False, query_heads_share_selected_kv=True, seq_len=320,
-        q_offset=0, **settings,
-    )  # fmt: skip
+    config = AttentionConfig.unchecked(**settings, importance=importance)
+    triton_backend.select_blocks(LayerCall(q, ck=ck, seq_len=320), config)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,9 @@ def selected_by_functions(module, x):
 
 def full_attention(module, x, window=False):
     """Probabilities [b i h j] of full attention, in float64."""
-    call, _ = call_of(module, x)
-    q, k = call.q.double(), (call.window_keys()[0] if window else call.k).double()
+    call, config = call_of(module, x)
+    call = call.branch("window" if window else "selected", config.branches)
+    q, k = call.q.double(), call.k.double()
     k = k.repeat_interleave(module.heads // module.kv_heads, dim=2)
     logits = torch.einsum("bihd,bjhd->bhij", q, k) * module.dim_head**-0.5
     if module.soft_cap is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,71 +20,31 @@ from torch import Tensor
 from ... import blocks
 from ...block_sizes import flat
 from ...config import AttentionConfig, config_of_key
-from ...varlen import Documents
-from .operator import aligned, needs_gradient, operator, refuse_higher_derivatives, unit_stride
+from ..call import DIFFERENTIABLE, Call, requires_grad, unflatten
+from .operator import aligned, operator, refuse_higher_derivatives, unit_stride
+
+BRANCH_GATES = DIFFERENTIABLE.index("branch_gates")
 
 
-class Inputs(NamedTuple):
-    """The tensors of a call, by the names of `native_sparse_attention`; None where the branches
-    read none. The compressed branch alone has its queries as q."""
-
-    q: Tensor
-    k: Any = None
-    v: Any = None
-    ck: Any = None
-    cv: Any = None
-    branch_gates: Any = None
-    cq: Any = None
-    mem_k: Any = None
-    mem_v: Any = None
-    window_k: Any = None
-    window_v: Any = None
-    sinks: Any = None  # [branches, H]
-    gates: Any = None  # of block_indices
-    # the integers: none has a gradient
-    block_indices: Any = None
-    leader_indices: Any = None
-    starts: Any = None  # position of each sequence's first query, in place of `start`
-    doc_first: Any = None
-    doc_last: Any = None
-
-    @property
-    def documents(self) -> Documents | None:
-        if self.doc_first is None or self.doc_last is None:
-            return None
-        return Documents(self.doc_first.contiguous(), self.doc_last.contiguous())
-
-
-DIFFERENTIABLE = Inputs._fields[: Inputs._fields.index("block_indices")]
-BRANCH_GATES = Inputs._fields.index("branch_gates")
-
-
-def attention(
-    config: AttentionConfig,
-    q_offset: int | Tensor,
-    documents: Documents | None = None,
-    **tensors: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output [B T H E] of checked `Inputs`; the log-sum-exp [B T H] of a single branch; and the
+def attention(call: Call, config: AttentionConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """The output [B T H E] of a checked call; the log-sum-exp [B T H] of a single branch; and the
     block indices [B T R n] of the selected branch. What there is none of is empty."""
-    starts, start = (q_offset, 0) if isinstance(q_offset, Tensor) else (None, q_offset)
-    first, last = (None, None) if documents is None else (documents.first, documents.last)
-    inputs = Inputs(**tensors, starts=starts, doc_first=first, doc_last=last)  # type: ignore[arg-type]
-    if not needs_gradient(inputs[: len(DIFFERENTIABLE)]):
+    inputs, start = call.flat()
+    if not requires_grad(call):
         out, lse, block_indices, *_ = attend(inputs, start, config.key, False)
         return out, lse, block_indices
     if torch.compiler.is_compiling():
-        inputs = Inputs(*distinct(inputs))
+        inputs = distinct(inputs)
     return Attention.apply(config.key, start, *inputs)  # type: ignore[no-any-return]
 
 
 def distinct(tensors: Sequence[Any]) -> list[Any]:
     """The tensors, with views of those that come again: dynamo passes none twice to a node."""
-    seen: list[Any] = []
+    result: list[Any] = []
     for t in tensors:
-        is_again = t is not None and any(t is other for other in seen)
-        seen.append(t.view_as(t) if is_again else t)
-    return seen
+        is_again = t is not None and any(t is previous for previous in result)
+        result.append(t.view_as(t) if is_again else t)
+    return result
 
 
 class Attention(torch.autograd.Function):
@@ -105,21 +65,21 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Any, d_lse: Any, _: Any) -> Any:
         refuse_higher_derivatives("attention")
         saved = ctx.saved_tensors  # read once: activation checkpointing gives them only once
-        number = len(Inputs._fields)
+        number = len(ctx.needs_input_grad) - 2
         inputs, block_indices, saved_rows = saved[:number], saved[number], list(saved[number + 1 :])
-        wanted = list(ctx.needs_input_grad[2 : 2 + len(DIFFERENTIABLE)])
+        is_needed = list(ctx.needs_input_grad[2 : 2 + len(DIFFERENTIABLE)])
         grads = [None] * number
         if len(saved_rows) == 6:  # outputs and log-sum-exps of three branches
             d_gates, *rows = backward_preprocess(d_out, saved_rows, inputs[BRANCH_GATES])
             saved_rows = [*saved_rows[3:], *rows]
-            grads[BRANCH_GATES], wanted[BRANCH_GATES] = d_gates, False
+            grads[BRANCH_GATES], is_needed[BRANCH_GATES] = d_gates, False
             del saved  # the last references to the branch outputs
             if not torch.compiler.is_compiling():
                 ctx.maybe_clear_saved_tensors()
-        call = inputs, block_indices, saved_rows, wanted, ctx.start, ctx.key
-        grad_iter = iter(attend_backward([d_out, d_lse], *call))
-        for i, is_wanted in enumerate(wanted):
-            grads[i] = next(grad_iter) if is_wanted else grads[i]
+        call = inputs, block_indices, saved_rows, is_needed, ctx.start, ctx.key
+        results = iter(attend_backward([d_out, d_lse], *call))
+        for i, needs_grad in enumerate(is_needed):
+            grads[i] = next(results) if needs_grad else grads[i]
         return None, None, *grads
 
 
@@ -127,9 +87,8 @@ class Attention(torch.autograd.Function):
 
 
 def attend_fake(inputs: list[Any], start: int, key: str, trains: bool) -> list[Tensor]:
-    t, config = Inputs(*inputs), config_of_key(key)
-    q, v = (t.q, t.cv) if config.branches == ("compressed",) else (t.q, t.v)
-    out, lse = empty_outputs(q, v)
+    t, config = unflatten(inputs, start), config_of_key(key)
+    out, lse = empty_outputs(t.q, t.v)
     indices = empty_block_indices(t, config)
     if len(config.branches) == 1:
         return [out, lse, indices]
@@ -145,9 +104,9 @@ def attend(inputs, start, key, trains):
     """The output, the log-sum-exp of a single branch, the block indices; and of three branches,
     unless `recompute`, their outputs and log-sum-exps. `trains`: the first call compiles the
     kernels of the backward too."""
-    t, config = Inputs(*inputs), config_of_key(key)
-    compile_first(t, start, config, trains)
-    return forward(t, start, config)
+    t, config = unflatten(inputs, start), config_of_key(key)
+    compile_first(t, config, trains)
+    return forward(t, config)
 
 
 def preprocess_fake(d_out: Tensor, saved_rows: list[Tensor], gates: Tensor) -> list[Tensor]:
@@ -167,25 +126,25 @@ def backward_preprocess(d_out, saved_rows, gates):
     return list(combine.backward(d_out.contiguous(), saved_rows[:3], saved_rows[3:], gates))
 
 
-def backward_fake(d_outs, inputs, block_indices, saved_rows, wanted, start, key):
-    leaves = zip(inputs, wanted, strict=False)
-    return [t.new_empty(t.shape) for t, is_wanted in leaves if is_wanted]
+def backward_fake(d_outs, inputs, block_indices, saved_rows, is_needed, start, key):
+    leaves = zip(inputs, is_needed, strict=False)
+    return [t.new_empty(t.shape) for t, needs_grad in leaves if needs_grad]
 
 
 @operator(
     "attend_backward(Tensor?[] d_outs, Tensor?[] inputs, Tensor block_indices, "
-    "Tensor[] saved_rows, bool[] wanted, SymInt start, str key) -> Tensor[]",
+    "Tensor[] saved_rows, bool[] is_needed, SymInt start, str key) -> Tensor[]",
     fake=backward_fake,
 )
-def attend_backward(d_outs, inputs, block_indices, saved_rows, wanted, start, key):
-    """Gradients of the `wanted` differentiable inputs, in order, from those of the output and of
+def attend_backward(d_outs, inputs, block_indices, saved_rows, is_needed, start, key):
+    """Gradients of the needed differentiable inputs, in order, from those of the output and of
     the log-sum-exp. `saved_rows`: the output and log-sum-exp of a single branch; or the
     log-sum-exps of three branches and the rows of `backward_preprocess`, which formed the gradient
     of the gates."""
-    t = Inputs(*inputs)
-    grads = backward(d_outs, t, block_indices, saved_rows, start, config_of_key(key))
-    leaves = zip(DIFFERENTIABLE, inputs, wanted, strict=False)
-    chosen = [(grads[name], leaf) for name, leaf, is_wanted in leaves if is_wanted]
+    t, config = unflatten(inputs, start), config_of_key(key)
+    grads = backward(d_outs, t, block_indices, saved_rows, config)
+    leaves = zip(DIFFERENTIABLE, inputs, is_needed, strict=False)
+    chosen = [(grads[name], leaf) for name, leaf, needs_grad in leaves if needs_grad]
     return [grad.to(leaf.dtype).contiguous() for grad, leaf in chosen]
 
 
@@ -193,15 +152,16 @@ def attend_backward(d_outs, inputs, block_indices, saved_rows, wanted, start, ke
 compiled: set[Any] = set()
 
 
-def compile_first(t: Inputs, start: int, config: AttentionConfig, trains: bool) -> None:
+def compile_first(t: Call, config: AttentionConfig, trains: bool) -> None:
     """At the first call of these settings, widths and power-of-two range of lengths, compile the
     kernels of its forward and backward in parallel: one by one, at their launches, they take
     several times as long."""
     if not t.q.is_cuda:
         return
-    widths = tuple(None if x is None else x.shape[2:] for x in t[: len(DIFFERENTIABLE)])
-    missing = tuple(x is None for x in t)
-    kind = config, trains, t.q.dtype, t.q.device, t.q.shape[1].bit_length(), widths, missing
+    tensors = (x if isinstance(x, Tensor) else None for x in t)
+    widths = tuple(None if x is None else x.shape[2:] for x in tensors)
+    is_packed = t.documents is not None
+    kind = config, trains, t.q.dtype, t.q.device, t.q.shape[1].bit_length(), widths, is_packed
     if kind in compiled:
         return
     from ...kernels.common import precompile
@@ -211,13 +171,13 @@ def compile_first(t: Inputs, start: int, config: AttentionConfig, trains: bool) 
     compiled.add(kind)
 
     def dry_run() -> None:
-        out, lse, block_indices, *saved_rows = forward(t, start, config)
+        out, lse, block_indices, *saved_rows = forward(t, config)
         if trains:
             d_out = torch.empty_like(out)
             if saved_rows:
                 rows = backward_preprocess(d_out, saved_rows, t.branch_gates)[1:]
                 saved_rows = [*saved_rows[3:], *rows]
-            backward([d_out, None], t, block_indices, saved_rows or [out, lse], start, config)
+            backward([d_out, None], t, block_indices, saved_rows or [out, lse], config)
 
     if precompile.is_possible():
         # out of memory: kernels compile at their launch instead
@@ -228,34 +188,28 @@ def compile_first(t: Inputs, start: int, config: AttentionConfig, trains: bool) 
 # launches
 
 
-def forward(t: Inputs, start: int, config: AttentionConfig) -> list[Tensor]:
+def forward(t: Call, config: AttentionConfig) -> list[Tensor]:
     """The results of `attend`."""
+    out = None if len(config.branches) == 1 else empty_outputs(t.q, t.v)[0]
     with block_sizes(config):
-        if len(config.branches) == 3:
-            return forward_branches(t, start, config)
-        if config.branches == ("selected",):
-            return list(forward_selected(t, start, config))
-        from ...kernels.flash import flash
-
-        q, k, v, memory = range_tensors(t, config)
-        scale, sinks = config.scale_of(q.shape[-1]), head_sinks(t)[0]
-        keys = kv_range(config.branches[0], t, start, config)
-        out, lse = flash.forward(q, k, v, keys, scale, memory, sinks=sinks)
-        return [out, lse, empty_block_indices(t, config)]
+        outs, lses, block_indices = attend_branches(t, config, out)
+    if out is None:
+        return [outs[0], lses[0], block_indices]
+    saved_rows = [] if config.recompute else [*outs, *lses]
+    return [out, lses[0].new_empty(0), block_indices, *saved_rows]
 
 
 def backward(
     d_outs: list[Any],
-    t: Inputs,
+    t: Call,
     block_indices: Tensor,
     saved_rows: list[Tensor],
-    start: int,
     config: AttentionConfig,
 ) -> dict[str, Tensor]:
     """Gradients by the names of the inputs."""
     with block_sizes(config):
         if len(config.branches) == 3:
-            return backward_branches(d_outs[0], t, block_indices, saved_rows, start, config)
+            return backward_branches(d_outs[0], t, block_indices, saved_rows, config)
         from ...kernels import combine
 
         out, lse = saved_rows
@@ -263,9 +217,9 @@ def backward(
         d_lse = None if d_outs[1] is None else d_outs[1].contiguous()
         bwd = combine.backward_inputs(d_out, out, lse, d_lse)
         if config.branches == ("selected",):
-            grads = backward_selected(t, block_indices, bwd, start, config)
+            grads = backward_selected(t, block_indices, bwd, config)
         else:
-            grads = backward_range(t, bwd, start, config)
+            grads = backward_range(t, bwd, config)
         if t.sinks is not None:
             grads["sinks"] = sink_grads(t.sinks[0], lse, bwd.delta)[None]
         return grads
@@ -278,40 +232,113 @@ def block_sizes(config: AttentionConfig) -> Any:
     return launch.sized(flat(config.block_sizes))
 
 
-# the compressed branch or the window alone: each query sees one KV range
+def attend_branches(
+    t: Call, config: AttentionConfig, out: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Outputs and log-sum-exps of all three branches or of one, and the block indices, which are
+    ranked unless given. Writes the output of three to `out`."""
+    from ...kernels.common import streams
+    from ...kernels.common.key_norms import key_norms
+    from ...kernels.common.launch import CombineInputs
+    from ...kernels.flash import flash
+    from ...kernels.selected import branch as selected
+
+    q, k, v = unit_stride(t.q, t.k, t.v)
+    scale, sinks = config.scale_of(q.shape[-1]), head_sinks(t, config)
+    if "selected" not in config.branches:
+        (branch,) = config.branches
+        keys = kv_range(branch, t, config)
+        result = flash.forward(q, k, v, keys, scale, prefix(t), sinks=sinks[branch])
+        return [result[0]], [result[1]], empty_block_indices(t, config)
+    is_single = len(config.branches) == 1
+    ck: Any = None
+    cv: Any = None
+    cq = q
+    if not is_single:
+        ck, cv = unit_stride(t.ck, t.cv)
+        cq = q if t.cq is None else unit_stride(t.cq)[0]
+    block_indices, rank = plan_ranking(t, config)
+    # then the ranking needs nothing that is not there yet, and runs beside the other branches
+    is_concurrent = rank is not None and (is_single or config.importance != "probs")
+    is_concurrent = is_concurrent and t.leader_indices is None and t.documents is None
+
+    def attend_compressed() -> Any:
+        norms, norms_cmp = key_norms(q, k, ck)
+        if is_single:
+            return norms, None, None
+        keys = kv_range("compressed", t, config)
+        memory, sink = prefix(t), sinks["compressed"]
+        result = flash.forward(cq, ck, cv, keys, scale, memory, sinks=sink, norms=norms_cmp)
+        return norms, *result[:2]
+
+    if not is_concurrent:
+        norms, out_cmp, lse_cmp = attend_compressed()
+        if rank is not None:
+            rank(lse_cmp)
+    block_indices, selection = plan_selection(t, block_indices, config)
+    inputs = selected.Inputs(q, k, v, selection, scale)
+    inner_range: Any = None
+    window_k, window_v = k, v
+    if t.window_k is not None:
+        window_k, window_v = unit_stride(t.window_k, t.window_v)
+    elif not is_single:
+        inner_range = selected.forced_blocks_in_window(inputs, config.sliding_window_size)[1]
+    plan = selected.plan_forward(inputs)
+    # short programs that the selection waits for; they leave the tensor cores idle
+    fork = is_concurrent or plan is not None
+    partial: Any = None
+    with streams.forked(q.device, urgent=True) if fork else null_fork() as side:
+        with side:
+            if is_concurrent and rank is not None:
+                rank(None)
+            if plan is not None:
+                plan.run(selection)
+        if is_concurrent:
+            norms, out_cmp, lse_cmp = attend_compressed()
+        if is_single:
+            forced = selected.forced_blocks(inputs)
+            if forced is not None:
+                sink = sinks["selected"]
+                partial = flash.forward(q, scale=scale, sinks=sink, norms=norms, **forced)[:2]
+        else:
+            keys = kv_range("window", t, config)
+            out_win, lse_win, *inner = flash.forward(
+                q, window_k, window_v, keys, scale, inner=inner_range, sinks=sinks["window"],
+                inner_sinks=sinks["selected"], norms=norms if t.window_k is None else None,
+            )  # fmt: skip
+            partial = tuple(inner) or None
+    combined = None
+    if not is_single and out is not None:
+        combined = CombineInputs(out_cmp, out_win, t.branch_gates, out)
+    out_sel, lse_sel = selected.forward(inputs, partial, sinks["selected"], combined, norms, plan)
+    if is_single:
+        return [out_sel], [lse_sel], block_indices
+    return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], block_indices
 
 
-def range_tensors(t: Inputs, config: AttentionConfig) -> Any:
-    """Queries, keys, values and memory of a branch of KV ranges."""
-    if config.branches == ("window",):
-        return *unit_stride(t.q, t.k, t.v), None
-    q, k, v = unit_stride(t.q if t.cq is None else t.cq, t.ck, t.cv)
-    return q, k, v, prefix(t)
+def null_fork() -> Any:
+    return contextlib.nullcontext(contextlib.nullcontext())
 
 
-def window_keys(t: Inputs) -> tuple[Tensor, Tensor]:
-    return t.k if t.window_k is None else t.window_k, t.v if t.window_v is None else t.window_v
+# gradients of one branch
 
 
-def backward_range(t: Inputs, bwd: Any, start: int, config: AttentionConfig) -> dict[str, Tensor]:
+def backward_range(t: Call, bwd: Any, config: AttentionConfig) -> dict[str, Tensor]:
+    """Of the compressed branch or of the window, where each query sees one KV range."""
     from ...kernels.common.launch import Accumulator
     from ...kernels.common.reduce import reduce_partials
     from ...kernels.flash import flash
 
-    q, k, v, memory = range_tensors(t, config)
-    keys = kv_range(config.branches[0], t, start, config)
+    q, k, v = unit_stride(t.q, t.k, t.v)
+    keys, memory = kv_range(config.branches[0], t, config), prefix(t)
     scale, dq = config.scale_of(q.shape[-1]), Accumulator(q)
     flash.backward_q(q, k, v, keys, scale, bwd, dq, memory)
-    partials = flash.backward_kv(q, k, v, keys, scale, bwd)
-    dk, dv = reduce_partials([partials], k, v, q.dtype)
-    if config.branches == ("window",):
-        return dict(q=dq.result(), k=dk, v=dv)
-    grads = {"q" if t.cq is None else "cq": dq.result(), "ck": dk, "cv": dv}
-    return grads | memory_grads(t, q, memory, keys, scale, bwd)
+    dk, dv = reduce_partials([flash.backward_kv(q, k, v, keys, scale, bwd)], k, v, q.dtype)
+    return dict(q=dq.result(), k=dk, v=dv) | memory_grads(t, q, memory, keys, scale, bwd)
 
 
 def memory_grads(
-    t: Inputs, q: Tensor, memory: Any, keys: Any, scale: float, bwd: Any
+    t: Call, q: Tensor, memory: Any, keys: Any, scale: float, bwd: Any
 ) -> dict[str, Tensor]:
     """Gradients [K m D] of the memory of the compressed branch."""
     if t.mem_k is None or t.mem_v is None:
@@ -326,48 +353,12 @@ def memory_grads(
     return dict(mem_k=dk, mem_v=dv)
 
 
-# the selected branch alone
-
-
-def forward_selected(
-    t: Inputs, start: int, config: AttentionConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    from ...kernels.common import streams
-    from ...kernels.common.key_norms import key_norms
-    from ...kernels.flash import flash
-    from ...kernels.selected import branch as selected
-
-    q, k, v = unit_stride(t.q, t.k, t.v)
-    scale, sinks = config.scale_of(q.shape[-1]), head_sinks(t)[0]
-    block_indices, rank = plan_ranking(t, start, config)
-    # block indices of the caller or of documents are formed between the two
-    is_concurrent = rank is not None and t.leader_indices is None and t.doc_first is None
-    if rank is not None and not is_concurrent:
-        rank(None)
-    block_indices, selection = plan_selection(t, block_indices, start, config)
-    inputs = selected.Inputs(q, k, v, selection, scale)
-    plan = selected.plan_forward(inputs)
-    norms: Any = key_norms(q, k)[0]
-    partial: Any = None
-    with streams.forked(q.device, urgent=True) as side:
-        with side:
-            if rank is not None and is_concurrent:
-                rank(None)
-            if plan is not None:
-                plan.run(selection)
-        forced = selected.forced_blocks(inputs)
-        if forced is not None:
-            partial = flash.forward(q, scale=scale, sinks=sinks, norms=norms, **forced)[:2]
-    out, lse = selected.forward(inputs, partial, sinks, None, norms, plan)
-    return out, lse, block_indices
-
-
 def backward_selected(
-    t: Inputs, block_indices: Tensor, bwd: Any, start: int, config: AttentionConfig
+    t: Call, block_indices: Tensor, bwd: Any, config: AttentionConfig
 ) -> dict[str, Tensor]:
     from ...kernels.selected import branch as selected
 
-    selection = selected.append_initial_blocks(selection_of(t, block_indices, start, config))
+    selection = selected.append_initial_blocks(selection_of(t, block_indices, config))
     q, k, v = unit_stride(t.q, t.k, t.v)
     inputs = selected.Inputs(q, k, v, selection, config.scale_of(q.shape[-1]))
     dq, dk, dv, d_gates = selected.backward(inputs, bwd)
@@ -377,85 +368,14 @@ def backward_selected(
     return grads
 
 
-# three branches
-
-
-def forward_branches(t: Inputs, start: int, config: AttentionConfig) -> list[Tensor]:
-    out, _ = empty_outputs(t.q, t.v)
-    outs, lses, block_indices = attend_branches(t, start, config, out)
-    saved_rows = [] if config.recompute else [*outs, *lses]
-    return [out, lses[0].new_empty(0), block_indices, *saved_rows]
-
-
-def attend_branches(
-    t: Inputs, start: int, config: AttentionConfig, out: Tensor | None = None
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Outputs and log-sum-exps of the branches, and the block indices, which are ranked unless
-    given. Writes the output of the layer to `out`."""
-    from ...kernels.common import streams
-    from ...kernels.common.key_norms import key_norms
-    from ...kernels.common.launch import CombineInputs
-    from ...kernels.flash import flash
-    from ...kernels.selected import branch as selected
-
-    q, k, v, ck, cv = unit_stride(t.q, t.k, t.v, t.ck, t.cv)
-    cq = q if t.cq is None else unit_stride(t.cq)[0]
-    scale, (sink_cmp, sink_sel, sink_win) = config.scale_of(q.shape[-1]), head_sinks(t)
-    block_indices, rank = plan_ranking(t, start, config)
-    # then the ranking needs nothing of the compressed branch and runs beside it
-    is_concurrent = rank is not None and config.importance != "probs"
-    is_concurrent = is_concurrent and t.leader_indices is None and t.doc_first is None
-
-    def attend_compressed(norms: Tensor | None) -> Any:
-        keys = kv_range("compressed", t, start, config)
-        return flash.forward(cq, ck, cv, keys, scale, prefix(t), sinks=sink_cmp, norms=norms)
-
-    if not is_concurrent:
-        norms, norms_cmp = key_norms(q, k, ck)
-        out_cmp, lse_cmp = attend_compressed(norms_cmp)
-        if rank is not None:
-            rank(lse_cmp)
-    block_indices, selection = plan_selection(t, block_indices, start, config)
-    inputs = selected.Inputs(q, k, v, selection, scale)
-    inner_range: Any = None
-    window_k, window_v = k, v
-    if t.window_k is None:
-        inner_range = selected.forced_blocks_in_window(inputs, config.sliding_window_size)[1]
-    else:
-        window_k, window_v = unit_stride(*window_keys(t))
-    plan = selected.plan_forward(inputs)
-    # short programs that the selection waits for; they leave the tensor cores idle
-    fork = is_concurrent or plan is not None
-    with streams.forked(q.device, urgent=True) if fork else null_fork() as side:
-        with side:
-            if is_concurrent and rank is not None:
-                rank(None)
-            if plan is not None:
-                plan.run(selection)
-        if is_concurrent:
-            norms, norms_cmp = key_norms(q, k, ck)
-            out_cmp, lse_cmp = attend_compressed(norms_cmp)
-        keys = kv_range("window", t, start, config)
-        out_win, lse_win, *partial = flash.forward(
-            q, window_k, window_v, keys, scale, inner=inner_range, sinks=sink_win,
-            inner_sinks=sink_sel, norms=norms if t.window_k is None else None,
-        )  # fmt: skip
-    partial_out = (partial[0], partial[1]) if partial else None
-    combined = None if out is None else CombineInputs(out_cmp, out_win, t.branch_gates, out)
-    out_sel, lse_sel = selected.forward(inputs, partial_out, sink_sel, combined, norms, plan)
-    return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], block_indices
-
-
-def null_fork() -> Any:
-    return contextlib.nullcontext(contextlib.nullcontext())
+# gradients of three branches
 
 
 def backward_branches(
     d_out: Tensor,
-    t: Inputs,
+    t: Call,
     block_indices: Tensor,
     saved_rows: list[Tensor],
-    start: int,
     config: AttentionConfig,
 ) -> dict[str, Tensor]:
     """The launches that add to dq run one after the other, beside the launches for dk and dv."""
@@ -469,7 +389,7 @@ def backward_branches(
     grads: dict[str, Tensor] = {}
     d_out = aligned(d_out)
     if config.recompute:
-        outs, lses, _ = attend_branches(t._replace(block_indices=block_indices), start, config)
+        outs, lses, _ = attend_branches(t._replace(block_indices=block_indices), config)
         grads["branch_gates"], gated, delta = combine.backward(d_out, outs, lses, t.branch_gates)
         del outs
     else:
@@ -479,8 +399,8 @@ def backward_branches(
     q, k, v, ck, cv = unit_stride(t.q, t.k, t.v, t.ck, t.cv)
     query = q if t.cq is None else unit_stride(t.cq)[0]
     scale = config.scale_of(q.shape[-1])
-    range_cmp, range_win = (kv_range(b, t, start, config) for b in ("compressed", "window"))
-    chosen = selected.append_initial_blocks(selection_of(t, block_indices, start, config))
+    range_cmp, range_win = (kv_range(b, t, config) for b in ("compressed", "window"))
+    chosen = selected.append_initial_blocks(selection_of(t, block_indices, config))
     inputs = selected.Inputs(q, k, v, chosen, scale)
     first: Any = None
     inner: Any = None
@@ -488,7 +408,7 @@ def backward_branches(
     if t.window_k is None:
         first, inner = selected.forced_blocks_in_window(inputs, config.sliding_window_size)
     else:
-        local_k, local_v = unit_stride(*window_keys(t))
+        local_k, local_v = unit_stride(t.window_k, t.window_v)
     inner_args = None if inner is None else (inner, sel)
     selected_args = (inputs, sel)
     plan = selected.plan_backward(inputs)
@@ -562,7 +482,7 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def empty_block_indices(t: Inputs, config: AttentionConfig) -> Tensor:
+def empty_block_indices(t: Call, config: AttentionConfig) -> Tensor:
     """Allocate [B T R n], like the block indices if given; nothing without a selection."""
     if "selected" not in config.branches:
         return t.q.new_empty(0, dtype=torch.int32)
@@ -574,11 +494,7 @@ def empty_block_indices(t: Inputs, config: AttentionConfig) -> Tensor:
 
 
 def plan_ranking(
-    t: Inputs,
-    start: int,
-    config: AttentionConfig,
-    seq_len: int | None = None,
-    sinks: Tensor | None = None,
+    t: Call, config: AttentionConfig, sinks: Tensor | None = None
 ) -> tuple[Tensor, Callable[[Tensor | None], Any] | None]:
     """The block indices, and the function that writes them, of the log-sum-exp of the compressed
     branch if it is known; None where they are given or nothing is ranked."""
@@ -589,7 +505,7 @@ def plan_ranking(
         d, s = config.d, config.selection_block_size
         num_ranked = blocks.num_complete_blocks(t.ck.shape[1] * d, d, s)
         if not config.causal:
-            num_ranked = blocks.num_blocks(t.k.shape[1] if seq_len is None else seq_len, s)
+            num_ranked = blocks.num_blocks(t.k.shape[1] if t.seq_len is None else t.seq_len, s)
     if not num_ranked:
         return block_indices.fill_(-1), None
     from ...kernels.topk import selection
@@ -599,45 +515,49 @@ def plan_ranking(
     def rank(lse: Tensor | None) -> None:
         selection.select_blocks(
             t.q if t.cq is None else t.cq, t.ck, config, out=block_indices, num_ranked=num_ranked,
-            start=start, starts=t.starts, documents=t.documents, leaders=leaders, mem_k=t.mem_k,
-            lse=lse, sinks=sinks,
+            leaders=leaders, mem_k=t.mem_k, lse=lse, sinks=sinks, **positions(t),
         )  # fmt: skip
 
     return block_indices, rank
 
 
-def plan_selection(
-    t: Inputs, block_indices: Tensor, start: int, config: AttentionConfig
-) -> tuple[Tensor, Any]:
+def plan_selection(t: Call, block_indices: Tensor, config: AttentionConfig) -> tuple[Tensor, Any]:
     """The valid ones of the block indices, and the blocks that the kernels read."""
     from ...kernels.selected import branch as selected
 
-    selection = selection_of(t, block_indices, start, config)
+    selection = selection_of(t, block_indices, config)
     if t.block_indices is not None or t.leader_indices is not None:  # of the caller
         block_indices = selected.valid_block_indices(selection, t.k.shape[1])
-        selection = selection_of(t, block_indices, start, config)
+        selection = selection_of(t, block_indices, config)
     return block_indices, selected.append_initial_blocks(selection)
 
 
-def selection_of(t: Inputs, block_indices: Tensor, start: int, config: AttentionConfig) -> Any:
+def positions(t: Call) -> dict[str, Any]:
+    """Where the queries are, as launches take it."""
+    is_tensor = isinstance(t.q_offset, Tensor)
+    return dict(
+        start=0 if is_tensor else t.q_offset, starts=t.q_offset if is_tensor else None,
+        documents=t.documents,
+    )  # fmt: skip
+
+
+def selection_of(t: Call, block_indices: Tensor, config: AttentionConfig) -> Any:
     from ...kernels.common.launch import Selection
 
     return Selection(
         block_indices, config.selection_block_size, config.num_initial_blocks,
-        config.num_local_blocks, config.causal, start, t.starts,
-        None if t.gates is None else t.gates.contiguous(), config.selection_stride, t.documents,
-        config.soft_cap,
+        config.num_local_blocks, config.causal, stride=config.selection_stride,
+        gates=None if t.gates is None else t.gates.contiguous(), soft_cap=config.soft_cap,
+        **positions(t),
     )  # fmt: skip
 
 
-def kv_range(branch: str, t: Inputs, start: int, config: AttentionConfig) -> Any:
+def kv_range(branch: str, t: Call, config: AttentionConfig) -> Any:
     """KV range of the compressed branch or of the window."""
     from ...kernels.common import primitives
     from ...kernels.common.launch import KVRange
 
-    common: dict[str, Any] = dict(
-        start=start, starts=t.starts, documents=t.documents, soft_cap=config.soft_cap
-    )
+    common = positions(t) | dict(soft_cap=config.soft_cap)
     if branch == "compressed":
         kind = primitives.BEHIND if config.causal else primitives.EVERYTHING
         return KVRange(kind.value, stride=config.d, unit=config.d, **common)
@@ -645,7 +565,7 @@ def kv_range(branch: str, t: Inputs, start: int, config: AttentionConfig) -> Any
     return KVRange(kind.value, config.sliding_window_size, **common)
 
 
-def prefix(t: Inputs) -> tuple[Tensor, Tensor] | None:
+def prefix(t: Call) -> tuple[Tensor, Tensor] | None:
     """Memory [K m D] as keys and values [B m K D] before all others; None without memory."""
     if t.mem_k is None or t.mem_v is None or t.mem_k.shape[1] == 0:
         return None
@@ -654,9 +574,11 @@ def prefix(t: Inputs) -> tuple[Tensor, Tensor] | None:
     return k, v
 
 
-def head_sinks(t: Inputs) -> Any:
+def head_sinks(t: Call, config: AttentionConfig) -> dict[str, Any]:
     """The sinks of each branch in contiguous fp32, for the kernels."""
-    return (None,) * 3 if t.sinks is None else t.sinks.to(torch.float32).contiguous()
+    if t.sinks is None:
+        return dict.fromkeys(config.branches)
+    return dict(zip(config.branches, t.sinks.to(torch.float32).contiguous(), strict=True))
 
 
 def sink_grads(sinks: Tensor, lse: Tensor, delta: Tensor, gates: Tensor | None = None) -> Tensor:
@@ -670,36 +592,29 @@ def sink_grads(sinks: Tensor, lse: Tensor, delta: Tensor, gates: Tensor | None =
 # the ranking alone
 
 
-def ranking_fake(inputs, lse, start, seq_len, key):
-    return empty_block_indices(Inputs(*inputs), config_of_key(key))
+def ranking_fake(inputs, start, seq_len, key):
+    return empty_block_indices(unflatten(inputs, start), config_of_key(key))
 
 
 @operator(
-    "select_blocks(Tensor?[] inputs, Tensor? lse, SymInt start, SymInt seq_len, str key) -> Tensor",
+    "select_blocks(Tensor?[] inputs, SymInt start, SymInt seq_len, str key) -> Tensor",
     fake=ranking_fake,
 )
-def rank_blocks(inputs, lse, start, seq_len, key):
+def rank_blocks(inputs, start, seq_len, key):
     """Top-n of the blocks of `seq_len` tokens: block indices [B T R n], int32."""
-    t, config = Inputs(*inputs), config_of_key(key)
-    sinks = head_sinks(t)[0] if config.importance == "probs" else None
-    block_indices, rank = plan_ranking(t, start, config, seq_len, sinks)
+    t, config = unflatten(inputs, start, seq_len), config_of_key(key)
+    sinks = None
+    if t.sinks is not None and config.importance == "probs":
+        sinks = t.sinks[0].to(torch.float32).contiguous()
+    block_indices, rank = plan_ranking(t, config, sinks)
     if rank is not None:
-        rank(None if lse is None else lse.contiguous())
+        rank(None)
     return block_indices
 
 
-def select_blocks(
-    config: AttentionConfig,
-    q_offset: int | Tensor,
-    seq_len: int,
-    documents: Documents | None = None,
-    lse: Tensor | None = None,
-    **tensors: Tensor | None,
-) -> Tensor:
-    """Block indices [B T R n] by q, ck and, with "probs", mem_k, sinks and lse of branch 1."""
-    starts, start = (q_offset, 0) if isinstance(q_offset, Tensor) else (None, q_offset)
-    first, last = (None, None) if documents is None else (documents.first, documents.last)
-    inputs = Inputs(**tensors, starts=starts, doc_first=first, doc_last=last)  # type: ignore[arg-type]
+def select_blocks(call: Call, config: AttentionConfig) -> Tensor:
+    """Block indices [B T R n] by q, ck and, with "probs", the memory and sinks of the compressed
+    branch."""
+    inputs, start = call.flat()
     detached = [None if t is None else t.detach() for t in inputs]
-    lse = None if lse is None else lse.detach()
-    return rank_blocks(detached, lse, start, seq_len, config.key)  # type: ignore[no-any-return]
+    return rank_blocks(detached, start, call.seq_len, config.key)  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ import torch
 
 from native_sparse_attention import selected_attention
 from native_sparse_attention.config import AttentionConfig
+from native_sparse_attention.ops.call import Call
 from native_sparse_attention.ops.triton.attention import attention
 from tests.helpers.budget import CUDA, DEVICE, assert_right, draw
 
@@ -170,7 +171,7 @@ def test_selected(monkeypatch, dtype, heads, tiles, settings):
             config = AttentionConfig.unchecked(
                 **sizes, branches=("selected",), selection_stride=at["stride"]
             )
-            return attention(config, offset, q=q, k=k, v=v, block_indices=lists)[:2]
+            return attention(Call(q, k, v, block_indices=lists, q_offset=offset), config)[:2]
         return selected_attention(
             q, k, v, lists, **sizes, return_lse=True, backend=backend, q_offset=offset
         )
