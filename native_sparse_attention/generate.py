@@ -171,8 +171,7 @@ class GraphedDecoding:
             return self.forward(ids)
         self.caches[0].check(len(ids), new, None)
         for cache in self.caches:
-            if cache.page_size is not None:
-                cache.reserve({}, counts)
+            cache.reserve(counts)
         if self.ids is None:
             self.ids = ids.clone()
         self.ids.copy_(ids)

@@ -7,17 +7,13 @@ one entry per compression window. A tail is a ring buffer of the last raw keys a
 which the next compression window is formed.
 
 A layer walks the same lines for prefill, decoding and compiled steps: `new_tokens`, `append` and
-`windows`, attention over what they return, `keep_recent`, `finish`. A kernel that appends by itself
-gets the storage from `reserve` and `ring` and the sequence lengths from `lengths_on`. It writes the
-token at position p to slot p of a token stream and to slot `p mod size` of a tail, writes window w
-to slot w of a window stream, and adds the tokens to the lengths.
+`windows`, attention over what they return, `keep_recent`, `finish`. The token at position p lies in
+slot p of a token stream and in slot `p mod size` of a tail, window w in slot w of a window stream.
 """
 
 from __future__ import annotations
 
-import copy
 import operator
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import add
 from typing import Any, NamedTuple
@@ -25,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks.scalars import TOO_MANY, as_int, check_device, check_int, check_ints, shown
+from ..checks.scalars import TOO_MANY, as_int, check_device, check_int, shown
 from ..compat.graphs import is_exporting
 from ..compress import unfold
 from ..ops.triton.cache import kernels
@@ -387,9 +383,9 @@ class KVCache:
     and the batch size does not change, so a CUDA graph can use them.
 
     A cache belongs to the layer that first used it, and to the layer's geometry, until all
-    sequences are empty. A clone or a deepcopy belongs to the same layer. A deepcopy of layer and
-    cache together belongs to the copied layer. An unpickled cache belongs to the next layer of its
-    geometry that uses it.
+    sequences are empty. A clone or a deepcopy belongs to the same layer; a deepcopy of layer and
+    cache together, the layer first, to the copied layer; an unpickled cache to the next layer of
+    its geometry that uses it.
 
     Args:
         max_length: the most tokens of a sequence; None: unlimited.
@@ -413,8 +409,6 @@ class KVCache:
     page_size: int | None = None
     least_length = 0
     is_new = False  # of caches that were pickled before there was one
-    # of a deepcopy: the copy of the layer, while there is one
-    _copied: weakref.ref[Identity] | None = None
 
     # These names are in users' pickles of caches: they must not change.
     def __init__(self, max_length: int | None = None, batch: int | None = None, rollback: int = 64):
@@ -433,7 +427,7 @@ class KVCache:
         self._streams: dict[str, Tensor] = {}
         self._tail: dict[str, Tensor] = {}
         self._known: dict[str, Tensor] = {}  # on the device: "lengths", "page_table", "workspace"
-        self._layer: weakref.ref[Identity] | None = None
+        self._layer: Identity | None = None
         self._geometry: dict[str, Any] = {}
 
     def __bool__(self) -> bool:
@@ -652,9 +646,7 @@ class KVCache:
             for name, t in new.items()
             if name in held
         )
-        if fits and self._is_bound_to(layer, geometry):
-            if self._copied is not None and self._copied() is layer:
-                self._layer, self._copied = self._copied, None
+        if fits and self._layer is layer and geometry == self._geometry:
             return
         if any(self.lengths):
             check_entries(self._streams, new, len(self.lengths), self.device)
@@ -664,17 +656,7 @@ class KVCache:
             if not fits:  # of another device
                 device = next(iter(new.values())).device
                 self._known = {name: t.to(device) for name, t in self._known.items()}
-        self._layer, self._copied, self._geometry = weakref.ref(layer), None, dict(geometry)
-
-    def _is_bound_to(self, layer: Identity, geometry: dict[str, Any]) -> bool:
-        return self._owner() is layer and geometry == self._geometry
-
-    def _owner(self) -> Identity | None:
-        """The layer that the cache is bound to, while it lives."""
-        layer = None if self._copied is None else self._copied()
-        if layer is None and self._layer is not None:
-            layer = self._layer()
-        return layer
+        self._layer, self._geometry = layer, dict(geometry)
 
     def check_layer(self, layer: Identity, geometry: dict[str, Any]) -> None:
         """Check that a layer may use the cache.
@@ -682,7 +664,7 @@ class KVCache:
         Raises:
             ValueError: the cache holds tokens of another layer or of another geometry.
         """
-        if self._is_bound_to(layer, geometry) or not any(self.lengths):
+        if not any(self.lengths):
             return
         for name in (*self._geometry, *geometry) if self._geometry else ():
             held, got = (g.get(name) for g in (self._geometry, geometry))
@@ -691,7 +673,7 @@ class KVCache:
                     f"cache holds tokens of a layer with {name}={held}, this one has {name}={got}: "
                     "each layer needs a cache of its own"
                 )
-        if self._layer is not None:
+        if self._layer not in (None, layer):
             raise ValueError(
                 "cache holds tokens of another layer (which a deepcopy of a layer is too): each "
                 "layer needs a cache of its own, or one that was reset"
@@ -778,22 +760,10 @@ class KVCache:
         for name, entries in new.items():
             tokens.write_recent(tails[name], entries.detach())
 
-    def reserve(
-        self, new: dict[str, Tensor], counts: list[int], every: int = 1
-    ) -> dict[str, Tensor]:
-        """Allocate storage for `counts[b]` more tokens of each sequence, without writing to it.
-
-        Returns the storage [b h capacity d] of the streams named in `new`, for entries of `every`
-        tokens each that look like `new` [b h n d] (any n).
-
-        Raises:
-            ValueError: a full cache, or entries that do not match the streams.
-        """
-        self._check_counts(counts)
-        check_ints(1, every=every)
-        starts = self.starts(len(counts))
-        check_capacity(self.max_length, starts, counts)
-        return self._allocate(new, [n // every for n in map(add, starts, counts)], every)
+    def reserve(self, counts: list[int]) -> None:
+        """Allocate pages for `counts[b]` more tokens of each sequence, before a CUDA graph writes
+        them."""
+        self._allocate({}, list(map(add, self.starts(len(counts)), counts)), 1)
 
     def ring(self, new: dict[str, Tensor], length: int) -> dict[str, Tensor]:
         """Allocate tails for the last `length + rollback` entries, without writing to them.
@@ -898,16 +868,12 @@ class KVCache:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         copied = self.clone()
-        layer = self._owner()
-        if layer is not None:  # its copy, if it is copied too: before this cache or after it
-            copied._layer = weakref.ref(layer)
-            copied._copied = weakref.ref(copy.deepcopy(layer, memo))
+        copied._layer = memo.get(id(self._layer), self._layer)  # that of its layer's copy
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
         # the property reads lengths that only the device has counted
-        fixed = {"_layer": None, "_copied": None, "_lengths": self.lengths, "_is_behind": False}
-        return vars(self) | fixed
+        return vars(self) | {"_layer": None, "_lengths": self.lengths, "_is_behind": False}
 
     # storage
 
