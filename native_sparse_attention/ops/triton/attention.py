@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ... import blocks
 from ...block_sizes import flat
+from ...checks.tensors import BRANCHES
 from ...config import AttentionConfig, config_of_key
 from ..call import DIFFERENTIABLE, Call, requires_grad, unflatten
 from .operator import aligned, operator, refuse_higher_derivatives, unit_stride
@@ -192,7 +193,7 @@ def forward(t: Call, config: AttentionConfig) -> list[Tensor]:
     """The results of `attend`."""
     out = None if len(config.branches) == 1 else empty_outputs(t.q, t.v)[0]
     with block_sizes(config):
-        outs, lses, block_indices = attend_branches(t, config, out)
+        outs, lses, block_indices = forward_branches(prepared(t), config, out)
     if out is None:
         return [outs[0], lses[0], block_indices]
     saved_rows = [] if config.recompute else [*outs, *lses]
@@ -207,22 +208,49 @@ def backward(
     config: AttentionConfig,
 ) -> dict[str, Tensor]:
     """Gradients by the names of the inputs."""
-    with block_sizes(config):
-        if len(config.branches) == 3:
-            return backward_branches(d_outs[0], t, block_indices, saved_rows, config)
-        from ...kernels import combine
+    from ...kernels import combine
 
-        out, lse = saved_rows
-        d_out = torch.zeros_like(out) if d_outs[0] is None else aligned(d_outs[0])
-        d_lse = None if d_outs[1] is None else d_outs[1].contiguous()
-        bwd = combine.backward_inputs(d_out, out, lse, d_lse)
-        if config.branches == ("selected",):
-            grads = backward_selected(t, block_indices, bwd, config)
+    t, grads = prepared(t), dict[str, Tensor]()
+    with block_sizes(config):
+        if len(config.branches) == 1:
+            out, *lses = saved_rows
+            d_out = torch.zeros_like(out) if d_outs[0] is None else aligned(d_outs[0])
+            d_lse = None if d_outs[1] is None else d_outs[1].contiguous()
+            gates, each = [None], [combine.backward_inputs(d_out, out, lses[0], d_lse)]
         else:
-            grads = backward_range(t, bwd, config)
+            d_out = aligned(d_outs[0])
+            if config.recompute:
+                outs, lses, _ = forward_branches(t._replace(block_indices=block_indices), config)
+                results = combine.backward(d_out, outs, lses, t.branch_gates)
+                grads["branch_gates"], gated, delta = results
+                del outs
+            else:
+                *lses, gated, delta = saved_rows
+            gates = t.branch_gates.unbind(-1)
+            each = combine.branch_backward_inputs(d_out, gated, delta)
+        bwd = dict(zip(config.branches, each, strict=True))
+        if "selected" in bwd:
+            grads |= backward_branches(t, block_indices, bwd, config)
+        else:
+            grads |= backward_range(t, each[0], config)
         if t.sinks is not None:
-            grads["sinks"] = sink_grads(t.sinks[0], lse, bwd.delta)[None]
-        return grads
+            rows = zip(t.sinks, lses, each, gates, strict=True)
+            grads["sinks"] = torch.stack(
+                [sink_grads(sink, lse, branch.delta, gate) for sink, lse, branch, gate in rows]
+            )
+    return grads
+
+
+def prepared(t: Call) -> Call:
+    """The call as kernels take it: last strides of 1, and contiguous sinks in fp32."""
+    names = ("q", "k", "v", "ck", "cv", "cq", "mem_k", "mem_v", "window_k", "window_v")
+    tensors = {name: x for name in names if (x := getattr(t, name)) is not None}
+    values: Any = dict(zip(tensors, unit_stride(*tensors.values()), strict=True))
+    if t.sinks is not None:
+        values["sinks"] = t.sinks.to(torch.float32).contiguous()
+    if t.gates is not None:
+        values["gates"] = t.gates.contiguous()
+    return t._replace(**values)
 
 
 def block_sizes(config: AttentionConfig) -> Any:
@@ -232,7 +260,7 @@ def block_sizes(config: AttentionConfig) -> Any:
     return launch.sized(flat(config.block_sizes))
 
 
-def attend_branches(
+def forward_branches(
     t: Call, config: AttentionConfig, out: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Outputs and log-sum-exps of all three branches or of one, and the block indices, which are
@@ -243,32 +271,29 @@ def attend_branches(
     from ...kernels.flash import flash
     from ...kernels.selected import branch as selected
 
-    q, k, v = unit_stride(t.q, t.k, t.v)
-    scale, sinks = config.scale_of(q.shape[-1]), head_sinks(t, config)
+    q, k, v, scale = *t[:3], config.scale_of(t.q.shape[-1])
+    sink_of = dict.fromkeys(config.branches)
+    if t.sinks is not None:
+        sink_of = dict(zip(config.branches, t.sinks, strict=True))
     if "selected" not in config.branches:
         (branch,) = config.branches
         keys = kv_range(branch, t, config)
-        result = flash.forward(q, k, v, keys, scale, prefix(t), sinks=sinks[branch])
+        result = flash.forward(q, k, v, keys, scale, memory(t), sinks=sink_of[branch])
         return [result[0]], [result[1]], empty_block_indices(t, config)
     is_single = len(config.branches) == 1
-    ck: Any = None
-    cv: Any = None
-    cq = q
-    if not is_single:
-        ck, cv = unit_stride(t.ck, t.cv)
-        cq = q if t.cq is None else unit_stride(t.cq)[0]
     block_indices, rank = plan_ranking(t, config)
     # then the ranking needs nothing that is not there yet, and runs beside the other branches
     is_concurrent = rank is not None and (is_single or config.importance != "probs")
     is_concurrent = is_concurrent and t.leader_indices is None and t.documents is None
 
     def attend_compressed() -> Any:
-        norms, norms_cmp = key_norms(q, k, ck)
+        norms, norms_cmp = key_norms(q, k, None if is_single else t.ck)
         if is_single:
             return norms, None, None
-        keys = kv_range("compressed", t, config)
-        memory, sink = prefix(t), sinks["compressed"]
-        result = flash.forward(cq, ck, cv, keys, scale, memory, sinks=sink, norms=norms_cmp)
+        result = flash.forward(
+            q if t.cq is None else t.cq, t.ck, t.cv, kv_range("compressed", t, config), scale,
+            memory(t), sinks=sink_of["compressed"], norms=norms_cmp,
+        )  # fmt: skip
         return norms, *result[:2]
 
     if not is_concurrent:
@@ -277,12 +302,6 @@ def attend_branches(
             rank(lse_cmp)
     block_indices, selection = plan_selection(t, block_indices, config)
     inputs = selected.Inputs(q, k, v, selection, scale)
-    inner_range: Any = None
-    window_k, window_v = k, v
-    if t.window_k is not None:
-        window_k, window_v = unit_stride(t.window_k, t.window_v)
-    elif not is_single:
-        inner_range = selected.forced_blocks_in_window(inputs, config.sliding_window_size)[1]
     plan = selected.plan_forward(inputs)
     # short programs that the selection waits for; they leave the tensor cores idle
     fork = is_concurrent or plan is not None
@@ -298,19 +317,25 @@ def attend_branches(
         if is_single:
             forced = selected.forced_blocks(inputs)
             if forced is not None:
-                sink = sinks["selected"]
+                sink = sink_of["selected"]
                 partial = flash.forward(q, scale=scale, sinks=sink, norms=norms, **forced)[:2]
         else:
-            keys = kv_range("window", t, config)
-            out_win, lse_win, *inner = flash.forward(
-                q, window_k, window_v, keys, scale, inner=inner_range, sinks=sinks["window"],
-                inner_sinks=sinks["selected"], norms=norms if t.window_k is None else None,
+            has_own_keys = t.window_k is not None
+            window_k, window_v = (t.window_k, t.window_v) if has_own_keys else (k, v)
+            inner = None
+            if not has_own_keys:
+                inner = selected.forced_blocks_in_window(inputs, config.sliding_window_size)[1]
+            out_win, lse_win, *inner_outputs = flash.forward(
+                q, window_k, window_v, kv_range("window", t, config), scale, inner=inner,
+                sinks=sink_of["window"], inner_sinks=sink_of["selected"],
+                norms=None if has_own_keys else norms,
             )  # fmt: skip
-            partial = tuple(inner) or None
+            partial = tuple(inner_outputs) or None
     combined = None
     if not is_single and out is not None:
         combined = CombineInputs(out_cmp, out_win, t.branch_gates, out)
-    out_sel, lse_sel = selected.forward(inputs, partial, sinks["selected"], combined, norms, plan)
+    sink = sink_of["selected"]
+    out_sel, lse_sel = selected.forward(inputs, partial, sink, combined, norms, plan)
     if is_single:
         return [out_sel], [lse_sel], block_indices
     return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], block_indices
@@ -320,66 +345,40 @@ def null_fork() -> Any:
     return contextlib.nullcontext(contextlib.nullcontext())
 
 
-# gradients of one branch
-
-
 def backward_range(t: Call, bwd: Any, config: AttentionConfig) -> dict[str, Tensor]:
-    """Of the compressed branch or of the window, where each query sees one KV range."""
+    """Gradients of the compressed branch or of the window alone: each query sees one KV range."""
     from ...kernels.common.launch import Accumulator
     from ...kernels.common.reduce import reduce_partials
     from ...kernels.flash import flash
 
-    q, k, v = unit_stride(t.q, t.k, t.v)
-    keys, memory = kv_range(config.branches[0], t, config), prefix(t)
-    scale, dq = config.scale_of(q.shape[-1]), Accumulator(q)
-    flash.backward_q(q, k, v, keys, scale, bwd, dq, memory)
+    q, k, v = t[:3]
+    keys, dq = kv_range(config.branches[0], t, config), Accumulator(q)
+    scale = config.scale_of(q.shape[-1])
+    flash.backward_q(q, k, v, keys, scale, bwd, dq, memory(t))
     dk, dv = reduce_partials([flash.backward_kv(q, k, v, keys, scale, bwd)], k, v, q.dtype)
-    return dict(q=dq.result(), k=dk, v=dv) | memory_grads(t, q, memory, keys, scale, bwd)
+    return dict(q=dq.result(), k=dk, v=dv) | memory_grads(t, q, keys, scale, bwd)
 
 
-def memory_grads(
-    t: Call, q: Tensor, memory: Any, keys: Any, scale: float, bwd: Any
-) -> dict[str, Tensor]:
+def memory_grads(t: Call, q: Tensor, keys: Any, scale: float, bwd: Any) -> dict[str, Tensor]:
     """Gradients [K m D] of the memory of the compressed branch."""
     if t.mem_k is None or t.mem_v is None:
         return {}
-    if memory is None:
+    pair = memory(t)
+    if pair is None:
         return dict(mem_k=torch.zeros_like(t.mem_k), mem_v=torch.zeros_like(t.mem_v))
     from ...kernels.common.reduce import reduce_partials
     from ...kernels.flash import flash
 
-    partials = reduce_partials([flash.backward_prefix(q, memory, keys, scale, bwd)], *memory)
+    partials = reduce_partials([flash.backward_prefix(q, pair, keys, scale, bwd)], *pair)
     dk, dv = (d.sum(0).transpose(0, 1).contiguous() for d in partials)
     return dict(mem_k=dk, mem_v=dv)
 
 
-def backward_selected(
-    t: Call, block_indices: Tensor, bwd: Any, config: AttentionConfig
-) -> dict[str, Tensor]:
-    from ...kernels.selected import branch as selected
-
-    selection = selected.append_initial_blocks(selection_of(t, block_indices, config))
-    q, k, v = unit_stride(t.q, t.k, t.v)
-    inputs = selected.Inputs(q, k, v, selection, config.scale_of(q.shape[-1]))
-    dq, dk, dv, d_gates = selected.backward(inputs, bwd)
-    grads = dict(q=dq, k=dk, v=dv)
-    if d_gates is not None and t.gates is not None:
-        grads["gates"] = d_gates[..., : t.gates.shape[-1]]
-    return grads
-
-
-# gradients of three branches
-
-
 def backward_branches(
-    d_out: Tensor,
-    t: Call,
-    block_indices: Tensor,
-    saved_rows: list[Tensor],
-    config: AttentionConfig,
+    t: Call, block_indices: Tensor, bwd: dict[str, Any], config: AttentionConfig
 ) -> dict[str, Tensor]:
-    """The launches that add to dq run one after the other, beside the launches for dk and dv."""
-    from ...kernels import combine
+    """Gradients of all three branches, or of the selected one. The launches that add to dq run one
+    after the other, beside the launches for dk and dv."""
     from ...kernels.common import streams
     from ...kernels.common.launch import Accumulator
     from ...kernels.common.reduce import reduce_partials
@@ -387,84 +386,70 @@ def backward_branches(
     from ...kernels.selected import branch as selected
 
     grads: dict[str, Tensor] = {}
-    d_out = aligned(d_out)
-    if config.recompute:
-        outs, lses, _ = attend_branches(t._replace(block_indices=block_indices), config)
-        grads["branch_gates"], gated, delta = combine.backward(d_out, outs, lses, t.branch_gates)
-        del outs
-    else:
-        *lses, gated, delta = saved_rows
-    cmp, sel, win = combine.branch_backward_inputs(d_out, gated, delta)
-
-    q, k, v, ck, cv = unit_stride(t.q, t.k, t.v, t.ck, t.cv)
-    query = q if t.cq is None else unit_stride(t.cq)[0]
-    scale = config.scale_of(q.shape[-1])
-    range_cmp, range_win = (kv_range(b, t, config) for b in ("compressed", "window"))
-    chosen = selected.append_initial_blocks(selection_of(t, block_indices, config))
-    inputs = selected.Inputs(q, k, v, chosen, scale)
-    first: Any = None
-    inner: Any = None
-    local_k, local_v = k, v
-    if t.window_k is None:
-        first, inner = selected.forced_blocks_in_window(inputs, config.sliding_window_size)
-    else:
-        local_k, local_v = unit_stride(t.window_k, t.window_v)
-    inner_args = None if inner is None else (inner, sel)
-    selected_args = (inputs, sel)
+    q, k, v, ck, cv = t[:5]
+    scale, is_single, device = config.scale_of(q.shape[-1]), len(bwd) == 1, q.device
+    each: list[Any] = [bwd.get(branch) for branch in BRANCHES]
+    cmp, sel, win = each
+    selection = selected.append_initial_blocks(selection_of(t, block_indices, config))
+    inputs = selected.Inputs(q, k, v, selection, scale)
     plan = selected.plan_backward(inputs)
+    has_own_keys = t.window_k is not None
+    window_k, window_v = (t.window_k, t.window_v) if has_own_keys else (k, v)
+    initial: Any = None
+    inner: Any = None
+    if not is_single and not has_own_keys:
+        initial, inner = selected.forced_blocks_in_window(inputs, config.sliding_window_size)
+    inner_args = None if inner is None else (inner, sel)
+    query = q if t.cq is None or is_single else t.cq
     dq = Accumulator(q)
-    dcq = dq if t.cq is None else Accumulator(query)
-    memory = prefix(t)
+    d_query = dq if query is q else Accumulator(query)
+    range_cmp, range_win = (kv_range(branch, t, config) for branch in ("compressed", "window"))
 
-    def through_queries() -> None:
-        flash.backward_q(query, ck, cv, range_cmp, scale, cmp, dcq, memory)
-        flash.backward_q(q, local_k, local_v, range_win, scale, win, dq, inner=inner_args)
-        if inner_args is None:
-            selected.forced_backward_q(*selected_args, dq)
-        if chosen.gates is None:
-            streams.wait(q.device, ready)
-            selected.topn_backward_q(*selected_args, dq, plan)
+    def add_to_queries() -> None:
+        if not is_single:
+            flash.backward_q(query, ck, cv, range_cmp, scale, cmp, d_query, memory(t))
+            flash.backward_q(q, window_k, window_v, range_win, scale, win, dq, inner=inner_args)
+        if inner is None:
+            selected.forced_backward_q(inputs, sel, dq)
+        if selection.gates is None:
+            streams.wait(device, ready)
+            selected.topn_backward_q(inputs, sel, dq, plan)
 
-    d_gates = None
-    if chosen.gates is not None:
-        d_gates = selected.topn_backward_q(*selected_args, dq, plan)
-    with streams.forked(q.device, urgent=True) as prefetch, streams.forked(q.device) as side:
+    if selection.gates is not None and t.gates is not None:
+        d_gates = selected.topn_backward_q(inputs, sel, dq, plan)
+        if d_gates is not None:
+            grads["gates"] = d_gates[..., : t.gates.shape[-1]]
+    with streams.forked(device, urgent=True) as prefetch, streams.forked(device) as side:
         with prefetch:
-            plan.run(chosen)
-            ready = streams.mark(q.device)
+            plan.run(selection)
+            ready = streams.mark(device)
         with side:
-            through_queries()
-        partials = [flash.backward_kv(query, ck, cv, range_cmp, scale, cmp)]
-        grads["ck"], grads["cv"] = reduce_partials(partials, ck, cv, ck.dtype)
-        partials = [flash.backward_kv(q, local_k, local_v, range_win, scale, win, inner_args)]
-        if t.window_k is not None:
-            d_window, partials = reduce_partials(partials, local_k, local_v, k.dtype), []
-            grads["window_k"], grads["window_v"] = d_window
-        if inner is not None and first is not None:
-            partials.append(flash.backward_prefix(q, first, inner, scale, sel))
-        if not inner_args:
-            dk, dv = selected.forced_backward_kv(*selected_args)
+            add_to_queries()
+        partials = []
+        if not is_single:
+            partials = [flash.backward_kv(query, ck, cv, range_cmp, scale, cmp)]
+            grads["ck"], grads["cv"] = reduce_partials(partials, ck, cv, ck.dtype)
+            window = q, window_k, window_v, range_win, scale, win, inner_args
+            partials = [flash.backward_kv(*window)]
+            if has_own_keys:
+                d_window, partials = reduce_partials(partials, window_k, window_v, k.dtype), []
+                grads["window_k"], grads["window_v"] = d_window
+        if inner is None:
+            dk, dv = selected.forced_backward_kv(inputs, sel)
             partials.append((dk[None], dv[None]))
+        elif initial is not None:
+            partials.append(flash.backward_prefix(q, initial, inner, scale, sel))
         dk, dv = reduce_partials(partials, k, v)  # topn_backward_kv adds to these
         if not plan.is_key_major:
-            streams.wait(q.device, ready)
-            selected.topn_backward_kv(*selected_args, dk, dv, dq, plan)
+            streams.wait(device, ready)
+            selected.topn_backward_kv(inputs, sel, dk, dv, dq, plan)
     if plan.is_key_major:  # adds to dq behind the other launches
-        selected.topn_backward_kv(*selected_args, dk, dv, dq, plan)
-    partials = [(dk[None], dv[None])]
-    grads["k"], grads["v"] = reduce_partials(partials, k, v, k.dtype)
+        selected.topn_backward_kv(inputs, sel, dk, dv, dq, plan)
+    grads["k"], grads["v"] = reduce_partials([(dk[None], dv[None])], k, v, k.dtype)
     grads["q"] = dq.result()
-    if t.cq is not None:
-        grads["cq"] = dcq.result()
-    if t.gates is not None and d_gates is not None:
-        grads["gates"] = d_gates[..., : t.gates.shape[-1]]
-    grads |= memory_grads(t, query, memory, range_cmp, scale, cmp)
-    if t.sinks is not None:
-        branches = zip(t.sinks, lses, (cmp, sel, win), t.branch_gates.unbind(-1), strict=True)
-        grads["sinks"] = torch.stack(
-            [sink_grads(sink, lse, bwd.delta, gate).float() for sink, lse, bwd, gate in branches]
-        )
-    return grads
+    if query is not q:
+        grads["cq"] = d_query.result()
+    return grads if is_single else grads | memory_grads(t, query, range_cmp, scale, cmp)
 
 
 # arguments of the launches
@@ -547,7 +532,7 @@ def selection_of(t: Call, block_indices: Tensor, config: AttentionConfig) -> Any
     return Selection(
         block_indices, config.selection_block_size, config.num_initial_blocks,
         config.num_local_blocks, config.causal, stride=config.selection_stride,
-        gates=None if t.gates is None else t.gates.contiguous(), soft_cap=config.soft_cap,
+        gates=t.gates, soft_cap=config.soft_cap,
         **positions(t),
     )  # fmt: skip
 
@@ -565,28 +550,21 @@ def kv_range(branch: str, t: Call, config: AttentionConfig) -> Any:
     return KVRange(kind.value, config.sliding_window_size, **common)
 
 
-def prefix(t: Call) -> tuple[Tensor, Tensor] | None:
+def memory(t: Call) -> tuple[Tensor, Tensor] | None:
     """Memory [K m D] as keys and values [B m K D] before all others; None without memory."""
     if t.mem_k is None or t.mem_v is None or t.mem_k.shape[1] == 0:
         return None
     batch = t.q.shape[0]
-    k, v = (m.transpose(0, 1).expand(batch, -1, -1, -1) for m in unit_stride(t.mem_k, t.mem_v))
+    k, v = (m.transpose(0, 1).expand(batch, -1, -1, -1) for m in (t.mem_k, t.mem_v))
     return k, v
-
-
-def head_sinks(t: Call, config: AttentionConfig) -> dict[str, Any]:
-    """The sinks of each branch in contiguous fp32, for the kernels."""
-    if t.sinks is None:
-        return dict.fromkeys(config.branches)
-    return dict(zip(config.branches, t.sinks.to(torch.float32).contiguous(), strict=True))
 
 
 def sink_grads(sinks: Tensor, lse: Tensor, delta: Tensor, gates: Tensor | None = None) -> Tensor:
     """Gradient of the sinks [H] of a branch: `-sum p delta` over the queries, times the gates if
     given (a sink has value 0). lse, delta and gates are [B T H]."""
-    weighted = torch.exp(sinks.float() - lse) * delta
+    weighted = torch.exp(sinks - lse) * delta
     weighted = weighted if gates is None else weighted * gates.float()
-    return -weighted.sum((0, 1)).to(sinks.dtype)
+    return -weighted.sum((0, 1))
 
 
 # the ranking alone
@@ -603,10 +581,9 @@ def ranking_fake(inputs, start, seq_len, key):
 def rank_blocks(inputs, start, seq_len, key):
     """Top-n of the blocks of `seq_len` tokens: block indices [B T R n], int32."""
     t, config = unflatten(inputs, start, seq_len), config_of_key(key)
-    sinks = None
-    if t.sinks is not None and config.importance == "probs":
-        sinks = t.sinks[0].to(torch.float32).contiguous()
-    block_indices, rank = plan_ranking(t, config, sinks)
+    t = prepared(t)
+    has_sinks = t.sinks is not None and config.importance == "probs"
+    block_indices, rank = plan_ranking(t, config, t.sinks[0] if has_sinks else None)
     if rank is not None:
         rank(None)
     return block_indices
