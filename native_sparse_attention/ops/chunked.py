@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .. import blocks
 from ..compat import transforms
@@ -297,57 +298,17 @@ def rank(queries: RankedQueries, config: AttentionConfig) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-class Gates(torch.autograd.Function):
-    """Ones, with the gradients of `reference.gate` for q, ck, mem_k and sinks. The backward scores
-    the queries again, chunk by chunk."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q, ck, mem_k, sinks, i, documents, num_ranked: int, q_offset: int | Tensor,
-        block_indices: Tensor, config: AttentionConfig,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(q, ck, mem_k, sinks, i, block_indices, *(documents or ()))
-        ctx.settings = num_ranked, q_offset, config
-        return q.new_ones(block_indices.shape, dtype=torch.promote_types(q.dtype, torch.float32))
-
-    @staticmethod
-    def backward(ctx: Any, d_gates: Tensor) -> Any:
-        refuse_batched(d_gates)
-        *leaves, i, block_indices = ctx.saved_tensors[:6]
-        documents = reference.Documents(*ctx.saved_tensors[6:]) if ctx.saved_tensors[6:] else None
-        creates_graph = torch.is_grad_enabled()  # for gradients of gradients
-        needed: list[int] = [n for n in range(4) if ctx.needs_input_grad[n]]
-        if not creates_graph:
-            leaves = [None if t is None else t.detach().requires_grad_() for t in leaves]
-        sums: dict[int, Tensor] = {
-            n: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
-            for n, t in enumerate(leaves)
-            if n in needed
-        }
-        q, ck, mem_k, sinks = leaves
-        num_ranked, q_offset, config = ctx.settings
-        queries = RankedQueries(q, ck, mem_k, sinks, i, documents, num_ranked, q_offset)
-        for rows, windows in query_chunks(queries, config):
-            with torch.enable_grad():
-                chunk: Any = queries.slice(rows, windows, config)
-                gates = reference.gate(chunk, block_indices[:, rows], config)
-            if not gates.requires_grad:
-                continue
-            grads = torch.autograd.grad(
-                gates, [chunk[n] for n in needed], d_gates[:, rows], allow_unused=True,
-                create_graph=creates_graph,
-            )  # fmt: skip
-            for n, grad in zip(needed, grads, strict=True):
-                if grad is not None:
-                    total = sums[n] if n > 1 else sums[n][:, windows if n else rows]
-                    total += grad
-        d_leaves = [sums[n].to(leaves[n].dtype) if n in sums else None for n in range(4)]
-        return *d_leaves, *(None,) * 6
-
-
 def gate(queries: RankedQueries, block_indices: Tensor, config: AttentionConfig) -> Tensor:
-    """`reference.gate` in memory O(T + S). The forward computes nothing."""
-    return Gates.apply(*queries, block_indices, config)
+    """`reference.gate` in memory O(T + S): the backward scores the queries again, chunk by
+    chunk."""
+    parts = [
+        checkpoint(
+            reference.gate, queries.slice(rows, windows, config), block_indices[:, rows], config,
+            use_reentrant=False, preserve_rng_state=False,
+        )
+        for rows, windows in query_chunks(queries, config)
+    ]  # fmt: skip
+    return torch.cat(parts, dim=1)
 
 
 def selection_gates(call: Call, config: AttentionConfig, block_indices: Tensor) -> Tensor:
