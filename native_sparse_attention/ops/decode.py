@@ -14,12 +14,8 @@ from torch import Tensor
 
 from ..checks.tensors import (
     BRANCHES,
-    FLOAT_DTYPES,
     INDEX_DTYPES,
     check_given,
-    check_groups,
-    check_memory,
-    check_same,
     check_shapes,
     check_tensor,
     shown,
@@ -27,7 +23,7 @@ from ..checks.tensors import (
 from ..compat.transforms import refuse_transforms
 from ..config import DEFAULTS, AttentionConfig, config_of_key
 from . import branches, dispatch, nsa
-from .call import Call, DecodeInputs
+from .call import Call, DecodeInputs, pick
 from .triton.operator import operator
 
 __all__ = ["decode_attention", "workspace"]
@@ -114,39 +110,23 @@ def decode_attention(
     """
     given = locals()
     refuse_transforms("decode_attention")
-    storage = dict(k="B N K D", v="B N K E", ck="B W K D", cv="B W K E")
-    if page_table is not None:
-        storage = {name: axes.replace("B", "pages") for name, axes in storage.items()}
     check_given(q=q, k=k, v=v, lengths=lengths)
-    settings = {name: value for name, value in given.items() if name in DEFAULTS}
+    settings = pick(given, DEFAULTS)
     config = AttentionConfig(**settings, causal=True)
-    streams: dict[str, Any] = dict(k=k, v=v, ck=ck, cv=cv)
-    query_tensors: dict[str, Any] = dict(
-        cq=cq, mem_k=mem_k, mem_v=mem_v, window_k=window_k, window_v=window_v
-    )
-    nsa.check_branch_tensors(dict(ck=ck, cv=cv, branch_gates=branch_gates, **query_tensors), config)
-    dims = check_shapes(
-        q=(q, "B T H D"),
-        cq=(cq, "B T H D"),
-        **{name: (t, storage[name]) for name, t in streams.items()},
-        window_k=(window_k, storage["k"]),
-        window_v=(window_v, storage["v"]),
-        mem_k=(mem_k, "K m D"),
-        mem_v=(mem_v, "K m E"),
-        branch_gates=(branch_gates, f"B T H {len(config.branches)}"),
-        lengths=(lengths, "B"),
-        counts=(counts, "B"),
+    call = DecodeInputs(**pick(given, DecodeInputs._fields))
+    axes = dict(k="B N K D", v="B N K E", ck="B W K D", cv="B W K E")
+    axes |= dict(window_k=axes["k"], window_v=axes["v"])
+    if page_table is not None:
+        axes = {name: spec.replace("B", "pages") for name, spec in axes.items()}
+    dims = nsa.check_tensors(call, config, axes)
+    check_shapes(
+        q=(q, "B T H D"), lengths=(lengths, "B"), counts=(counts, "B"),
         page_table=(page_table, "B most"),
-    )
-    check_same(q=q, **streams, **query_tensors)
-    check_tensor("branch_gates", branch_gates, FLOAT_DTYPES, q.device)
-    check_groups(dims["H"], dims["K"])
-    check_memory(mem_k, mem_v)
+    )  # fmt: skip
     for name, t in (("lengths", lengths), ("counts", counts), ("page_table", page_table)):
         check_tensor(name, t, INDEX_DTYPES, q.device)
     if page_table is not None:
         check_pages(dims, config.d, config.selection_block_size)
-    check_tensor("sinks", sinks, FLOAT_DTYPES, q.device, (len(config.branches), dims["H"]))
     check_ranking(ranking, dims, config, q.device)
     if counters is not None:
         shape = dims["B"], dims["K"], COUNTERS
@@ -155,7 +135,6 @@ def decode_attention(
     if (window_k is None) != (window_v is None):
         raise ValueError("window_k and window_v go together: give both or none")
 
-    call = DecodeInputs(**{name: given[name] for name in DecodeInputs._fields})
     if backend == "auto" and q.is_cuda:
         backend = ("triton", "eager")  # flex has no form of it
     if dispatch.choose(backend, "decode_attention", call, config) == "eager":

@@ -56,7 +56,7 @@ from ..checks.tensors import (
 from ..config import SELECTION, AttentionConfig
 from ..varlen import Documents
 from . import dispatch
-from .call import Call
+from .call import Call, pick
 from .chunked import selection_gates
 from .packed import takes_documents
 
@@ -222,7 +222,7 @@ def select_blocks(
     dims = check_shapes(q=(q, "B T H D"), ck=(ck, "B W K D"), mem_k=(mem_k, "K m D"))
     check_same(q=q, ck=ck, mem_k=mem_k)
     return_gates = check_bool("return_gates", return_gates)
-    settings = check_selection(**{name: given[name] for name in SELECTION})
+    settings = check_selection(**pick(given, SELECTION))
     S = default_seq_len(seq_len, dims["T"], q_offset)
     d = settings["compress_block_sliding_stride"]
     check_windows(dims["W"], S, d, causal=causal, q_offset=q_offset)

@@ -29,7 +29,7 @@ from ..config import DEFAULTS, AttentionConfig
 from ..varlen import Documents
 from . import branches as branches_of
 from . import dispatch
-from .call import DIFFERENTIABLE, FIELDS, Call
+from .call import FIELDS, Call, DecodeInputs, pick
 from .packed import takes_documents
 
 
@@ -134,8 +134,8 @@ def native_sparse_attention(
     """
     given = locals()
     (return_indices,) = check_bools(return_indices=return_indices)
-    config = AttentionConfig(**{name: given[name] for name in DEFAULTS})
-    call = Call(**{name: given[name] for name in FIELDS if name in given})
+    config = AttentionConfig(**pick(given, DEFAULTS))
+    call = Call(**pick(given, FIELDS))
     masks = sliding_window_flex_mask, fine_selection_flex_mask
     call = checked(call, config, masks)
     name = dispatch.choose(backend, "native_sparse_attention", call, config)
@@ -143,8 +143,17 @@ def native_sparse_attention(
     return (out, block_indices) if return_indices else out
 
 
-def check_branch_tensors(tensors: dict[str, Any], config: AttentionConfig) -> None:
-    """Check that the branches have their tensors and masks, and that no others are given."""
+AXES = dict(
+    q="B T H D", cq="B T H D", k="B S K D", v="B S K E", ck="B W K D", cv="B W K E", mem_k="K m D",
+    mem_v="K m E", window_k="B S K D", window_v="B S K E",
+)  # fmt: skip
+
+
+def check_tensors(
+    call: Call | DecodeInputs, config: AttentionConfig, axes: dict[str, str], **others: Any
+) -> dict[str, int]:
+    """Check that the branches have their tensors and masks, no others are given, and that they
+    match; `axes` differ from those of `AXES`. `others` are masks. Returns the sizes of the axes."""
     branches, ranks = config.branches, config.compresses
     has_cmp, has_sel, has_win = (branch in branches for branch in BRANCHES)
     reads = dict(
@@ -152,10 +161,21 @@ def check_branch_tensors(tensors: dict[str, Any], config: AttentionConfig) -> No
         fine_selection_flex_mask=has_sel, window_k=has_win, window_v=has_win,
         sliding_window_flex_mask=has_win, branch_gates=len(branches) > 1,
     )  # fmt: skip
+    tensors = {name: getattr(call, name) for name in AXES}
+    gates, device = call.branch_gates, call.q.device
+    given = tensors | others | dict(branch_gates=gates)
     for name, has_use in reads.items():
-        if not has_use and tensors.get(name) is not None:
+        if not has_use and given.get(name) is not None:
             raise ValueError(f"{name} must be None with branches={branches}, which do not read it")
-    check_given(**{name: tensors[name] for name in ("ck", "cv", "branch_gates") if reads[name]})
+    check_given(**{name: given[name] for name in ("ck", "cv", "branch_gates") if reads[name]})
+    shapes = {name: (tensors[name], spec) for name, spec in (AXES | axes).items()}
+    dims = check_shapes(**shapes, branch_gates=(gates, f"B T H {len(branches)}"))
+    check_same(**tensors)
+    check_tensor("branch_gates", gates, FLOAT_DTYPES, device)
+    check_tensor("sinks", call.sinks, FLOAT_DTYPES, device, (len(branches), dims["H"]))
+    check_groups(dims["H"], dims["K"], (dims["T"], dims.get("S", 0)))
+    check_memory(call.mem_k, call.mem_v)
+    return dims
 
 
 def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call:
@@ -164,38 +184,20 @@ def checked(call: Call, config: AttentionConfig, masks: tuple[Any, Any]) -> Call
     Raises:
         ValueError: the tensors do not match one another or the settings.
     """
-    flex_masks = zip(("sliding_window_flex_mask", "fine_selection_flex_mask"), masks, strict=True)
-    inputs = {name: getattr(call, name) for name in DIFFERENTIABLE}
-    check_branch_tensors(inputs | dict(flex_masks), config)
-    q, mem_k, mem_v = call.q, call.mem_k, call.mem_v
-    branches = len(config.branches)
+    q, axes = call.q, {}
     # queries and keys that only rank may have a width of their own, and a query for each KV head
     has_ranking_queries = call.cq is not None and "compressed" not in config.branches
-    dims = check_shapes(
-        q=(q, "B T H D"),
-        cq=(call.cq, "B T R I" if has_ranking_queries else "B T H D"),
-        k=(call.k, "B S K D"),
-        v=(call.v, "B S K E"),
-        ck=(call.ck, "B W K I" if has_ranking_queries else "B W K D"),
-        cv=(call.cv, "B W K E"),
-        mem_k=(mem_k, "K m D"),
-        mem_v=(mem_v, "K m E"),
-        window_k=(call.window_k, "B S K D"),
-        window_v=(call.window_v, "B S K E"),
-        branch_gates=(call.branch_gates, f"B T H {branches}"),
+    if has_ranking_queries:
+        axes = dict(cq="B T R I", ck="B W K I")
+    dims = check_tensors(
+        call, config, axes, sliding_window_flex_mask=masks[0], fine_selection_flex_mask=masks[1]
     )
     if has_ranking_queries and dims["R"] not in (dims["H"], dims["K"]):
         raise ValueError(f"cq must have H={dims['H']} or K={dims['K']} heads, got {dims['R']}")
-    del inputs["branch_gates"], inputs["sinks"]
-    check_same(**inputs)
-    check_tensor("branch_gates", call.branch_gates, FLOAT_DTYPES, q.device)
-    check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
-    check_memory(mem_k, mem_v)
     if call.ck is not None:
         check_windows(dims["W"], dims["S"], config.d, causal=config.causal)
     offset = check_offset(call.q_offset, dims, dims["S"], config.causal, q.device)
     check_documents(call.documents, dims, offset, q.device)
-    check_tensor("sinks", call.sinks, FLOAT_DTYPES, q.device, (branches, dims["H"]))
     shared, leaders = config.query_heads_share_selected_kv, call.leader_indices
     check_leaders(leaders, dims, config.num_selected_blocks, shared, q.device)
     if config.ranks:
