@@ -14,7 +14,7 @@ slot p of a token stream and in slot `p mod size` of a tail, window w in slot w 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import add
 from typing import Any, NamedTuple
 
@@ -338,11 +338,6 @@ def allocate_zeros(like: Tensor, batch: int, size: int) -> Tensor:
         return like.new_zeros(batch, like.shape[1], size, like.shape[3])
 
 
-def first_device(*groups: Mapping[str, Tensor]) -> torch.device | None:
-    """The device of the first tensor in the groups; None if there is none."""
-    return next((t.device for group in groups for t in group.values()), None)
-
-
 def select_sequences(t: Tensor, index: list[int]) -> Tensor:
     """t[index] along the batch; in place, in `t` itself, if the batch size does not change."""
     if len(index) != len(t):
@@ -467,18 +462,13 @@ class KVCache:
         self.is_new = not any(lengths)
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether all sequences have the same length."""
-        return len(set(self.lengths)) <= 1
-
-    @property
     def is_fixed(self) -> bool:
         """Whether a compiled step may use the cache, and count on the device only."""
         return self.max_length is not None and self.page_size is None
 
     @property
     def device(self) -> torch.device | None:
-        return first_device(self._streams, self._tail, self._known)
+        return next((t.device for t in self.tensors().values()), None)
 
     @property
     def page_table(self) -> Tensor | None:
@@ -508,7 +498,7 @@ class KVCache:
         if not torch.compiler.is_compiling():
             counts = self.check(b, n, lengths)
             # queries are the last tokens, so that one sequence must take all
-            is_even = self.is_uniform and bool(counts) and max(counts) == n
+            is_even = len(set(self.lengths)) <= 1 and bool(counts) and max(counts) == n
             starts = self.starts(b)
             start: int | Tensor = len(self)
             if not is_even:
@@ -547,11 +537,12 @@ class KVCache:
             self.is_new = False
             return
         counts = tokens.host[1]
+        self.count(counts)
         if tokens.decoded and isinstance(tokens.start, Tensor):  # the lengths, in a CUDA graph
             tokens.start.add_(added)
-            self.count(counts)
         else:
-            self.advance(counts)
+            self.counts_itself = False
+            self._update_device_lengths()
         self.least_length = least_length if min(self.lengths, default=0) >= least_length else 0
 
     def lengths_on(self, device: torch.device | str) -> Tensor:
@@ -594,21 +585,11 @@ class KVCache:
         return self.lengths or [0] * batch
 
     def count(self, counts: list[int]) -> None:
-        """Count appended tokens on the host only.
-
-        The caller adds `counts` to the tensor of `lengths_on`.
-        """
-        self._check_counts(counts)
+        """Count appended tokens on the host alone."""
         self.counts_itself = True
         self.lengths = list(map(add, self.starts(len(counts)), counts))
         self.batch = len(counts)
         self._reached = list(map(max, self._reached or counts, self.lengths))
-
-    def advance(self, counts: list[int]) -> None:
-        """Count appended tokens on the host and on the device."""
-        self.count(counts)
-        self.counts_itself = False
-        self._update_device_lengths()
 
     def _update_device_lengths(self) -> None:
         """Copy `lengths` to the device's tensor, if there is one or a compiled step may need it."""
@@ -626,11 +607,6 @@ class KVCache:
     def _check_batch(self, batch: int) -> None:
         if self.batch is not None and self.batch != batch:
             raise ValueError(f"cache holds {self.batch} rows but the input has {batch}")
-
-    def _check_counts(self, counts: list[int]) -> None:
-        batch = len(counts) if self.batch is None else self.batch
-        if len(counts) != batch or min(counts, default=0) < 0:
-            raise ValueError(f"counts must be {batch} integers of at least 0, got {counts}")
 
     # the layer
 
