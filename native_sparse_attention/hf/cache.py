@@ -20,8 +20,8 @@ from transformers.cache_utils import (
 from ..cache.kv_cache import KVCache
 from ..checks.scalars import check_int, shown
 from ..compress import unfold, windows_of
+from .configuration import drop_in_settings
 from .mask import NSAMask
-from .settings import drop_in_settings
 
 # least spare capacity of storage in tokens; else an eighth of those that are there
 SPARE = 64
@@ -86,16 +86,19 @@ class SparseLayer(DynamicLayer):
     def extend(self, name: str, entries: Tensor, new: Tensor) -> Tensor:
         """The entries [B K n D], and the new ones after them: in storage, unless autograd saves
         what a call returned, or a graph is traced."""
-        is_plain = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if is_plain or entries.ndim != 4 or not fits(entries, new):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or entries.ndim != 4:
             return torch.cat((entries, new), dim=-2)
         S, total = entries.shape[2], entries.shape[2] + new.shape[2]
         store = self.stores.get(name)
         # crops leave the begin of the storage, other calls another tensor
         is_moved = store is None or store.data_ptr() != entries.data_ptr()
-        if store is None or is_moved or not fits(store, new) or store.shape[2] < total:
+        if store is None or is_moved or store.shape[2] < total:
             capacity = total + max(SPARE, total // 8)
-            store = entries.new_empty(*entries.shape[:2], capacity, entries.shape[3])
+            with torch.inference_mode(False):  # else no other mode could write
+                store = torch.empty(
+                    *entries.shape[:2], capacity, entries.shape[3],
+                    dtype=entries.dtype, device=entries.device,
+                )  # fmt: skip
             store[:, :, :S] = entries
             self.stores[name] = store
         store[:, :, S:total] = new
@@ -108,12 +111,6 @@ class SparseLayer(DynamicLayer):
     def offload(self) -> None:
         self.stores.clear()
         super().offload()
-
-
-def fits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors [B K n D] differ in n alone, if at all."""
-    kinds = ((t.dtype, t.device, t.shape[:2], t.shape[3:], t.is_inference()) for t in (a, b))
-    return len(set(kinds)) == 1
 
 
 class SparseCache(DynamicCache):
@@ -208,24 +205,32 @@ class KVLayer(CacheLayerMixin):
     """The tokens of one `SparseAttention` layer in a `KVCache`, which holds no padding.
     transformers counts slots, padding included.
 
+    Args:
+        max_cache_len: the most slots of a layer of fixed size, whose steps transformers compiles:
+            the device counts the slots.
+
     Attributes:
         cache: the tokens themselves.
         slots: tokens of each sequence with padding.
         real: [B, slots], whether a slot holds a token; None if all do.
-        is_packed: whether the only forward so far had packed documents, which are not kept.
     """
 
     is_sliding = False
-    is_croppable = True
 
-    def __init__(self, **unknown: Any) -> None:
+    def __init__(self, max_cache_len: int | None = None, **unknown: Any) -> None:
         super().__init__()
-        self.cache = KVCache()
+        self.max_cache_len = max_cache_len
+        self.is_compileable = max_cache_len is not None
+        self.is_croppable = not self.is_compileable
+        self.cache = KVCache(max_cache_len)
         self.slots: Any = 0
         self.real: Tensor | None = None
-        self.is_packed = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Count slots on a device from the first call on: compiled steps count in place."""
+        if self.is_compileable and isinstance(self.slots, int):
+            with torch.inference_mode(False):  # else no other mode could count
+                self.slots = torch.zeros((), dtype=torch.long, device=key_states.device)
         self.is_initialized = True
 
     def update(
@@ -235,147 +240,41 @@ class KVLayer(CacheLayerMixin):
             "past_key_values holds the tokens of a SparseAttention, which another model cannot use"
         )
 
-    def arguments(self, T: int, mask: NSAMask | None, has_checks: bool) -> dict[str, Any]:
-        """The arguments of a `SparseAttention` for T new tokens.
+    def arguments(self, x: Tensor, mask: NSAMask | None, is_first: bool) -> dict[str, Any]:
+        """The arguments of a `SparseAttention` for new tokens x [B, T, dim].
 
         Raises:
-            ValueError: the mask is not of all tokens so far.
+            ValueError: in the first layer, too few slots are left, or the mask does not hide the
+                padding that earlier masks hid, and no more.
         """
-        tokens = None if mask is None else mask.tokens
-        if tokens is not None and tokens.shape[1] != self.slots + T:
-            raise ValueError(
-                f"attention_mask must be of {self.slots + T} tokens, past ones included, got "
-                f"{tokens.shape[1]}"
-            )
-        if has_checks:
-            self.check_past(tokens, self.slots)
-        new = None if mask is None or tokens is None else mask.share(NSAMask.new_tokens, T)
-        return dict(cache=self.cache, mask=new)
+        if not self.is_initialized:
+            self.lazy_initialization(x, x)
+        tokens, T = None if mask is None else mask.tokens, x.shape[1]
+        if is_first and not torch.compiler.is_compiling():  # there the host does not know
+            slots, limit = int(self.slots), self.max_cache_len
+            if limit is not None and slots + T > limit:
+                raise ValueError(
+                    f"past_key_values is full: it holds {slots} of {limit} tokens, got {T} more"
+                )
+            lengths = self.cache.lengths
+            seen = [slots] * len(lengths) if tokens is None else tokens[:, :slots].sum(1).tolist()
+            if slots and lengths != seen:
+                raise ValueError(
+                    f"attention_mask must show the {lengths} tokens that past_key_values holds of "
+                    f"each sequence, got {seen}: give the mask [B, S] of all tokens so far"
+                )
+        if mask is None or tokens is None:
+            return dict(cache=self.cache)
+        new, are_all = mask.share(NSAMask.new_tokens, T)
+        padding: dict[str, Any] = dict(lengths=new[:, 0].int()) if T == 1 else dict(mask=new)
+        return dict(cache=self.cache) | ({} if are_all else padding)
 
     def count(self, T: int, mask: NSAMask | None) -> None:
         """Count the slots of a forward, as `arguments` was called for it."""
-        self.is_initialized = True
-        self.slots += T
-        self.real = None if mask is None else mask.tokens
-
-    def check_past(self, tokens: Tensor | None, slots: int) -> None:
-        """Check that a mask [B, S] hides the padding that earlier masks hid, no more.
-
-        Raises:
-            ValueError: it does not, or the cache has seen packed documents.
-        """
-        if self.is_packed:
-            raise ValueError(
-                "past_key_values has seen packed documents, of which it keeps nothing: call the "
-                "model with use_cache=False, or give each document a row"
-            )
-        if torch.compiler.is_compiling() or not slots:  # there the host does not know
+        if not self.is_compileable:
+            self.slots += T
+            self.real = None if mask is None else mask.tokens
             return
-        lengths = self.cache.lengths
-        expected = [slots] * len(lengths) if tokens is None else tokens[:, :slots].sum(1).tolist()
-        if lengths != expected:
-            raise ValueError(
-                f"attention_mask must show the {lengths} tokens that past_key_values holds of each "
-                f"sequence, got {expected}: give the mask [B, S] of all tokens so far"
-            )
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.slots + query_length, 0
-
-    def get_seq_length(self) -> int:
-        slots: int = self.slots
-        return slots
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:  # in older releases
-        return self.get_max_length()
-
-    def reset(self) -> None:
-        self.cache, self.slots, self.real, self.is_packed = KVCache(), 0, None, False
-        self.is_initialized = False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last slots, as many as the negative number says."""
-        n = -tokens_to_remove if tokens_to_remove <= 0 else self.slots - tokens_to_remove
-        if n <= 0 or not self.slots:
-            return
-        removed = [n] * len(self.cache.lengths)
-        if self.real is not None:
-            removed = self.real[:, self.slots - n :].sum(1).tolist()
-            self.real = self.real[:, : self.slots - n]
-        self.cache.truncate([a - b for a, b in zip(self.cache.lengths, removed, strict=True)])
-        self.slots -= n
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.slots:
-            self.cache.reorder(beam_idx)
-            if self.real is not None:
-                self.real = self.real[beam_idx.to(self.real.device)]
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(len(self.cache.lengths))
-        self.reorder_cache(rows.repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        rows = torch.arange(len(self.cache.lengths), device=indices.device)
-        self.reorder_cache(rows[indices])
-
-
-class StaticKVLayer(KVLayer):
-    """A `KVLayer` of fixed size, whose steps transformers compiles: the device counts the slots.
-
-    Args:
-        max_cache_len: the most tokens of a sequence, and the width of masks.
-    """
-
-    is_compileable = True
-    is_croppable = False
-
-    def __init__(self, max_cache_len: int, **unknown: Any) -> None:
-        super().__init__()
-        self.max_cache_len = max_cache_len
-        self.cache = KVCache(max_cache_len)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Count slots on a device from the first call on: compiled steps count in place."""
-        if isinstance(self.slots, int):
-            with torch.inference_mode(False):  # else no other mode could count
-                self.slots = torch.zeros((), dtype=torch.long, device=key_states.device)
-        self.is_initialized = True
-
-    def arguments(self, T: int, mask: NSAMask | None, has_checks: bool) -> dict[str, Any]:
-        """As of a `KVLayer`.
-
-        Raises:
-            ValueError: too few slots are left, or the mask shows other keys than those up to the
-                last new token.
-        """
-        tokens = None if mask is None else mask.tokens
-        if has_checks:
-            count = int(self.slots)
-            if count + T > self.max_cache_len:
-                raise ValueError(
-                    f"past_key_values is full: it holds {count} of {self.max_cache_len} tokens, "
-                    f"got {T} more"
-                )
-            if mask is not None and int(mask.length) != count + T:
-                raise ValueError(
-                    f"attention_mask must show the {count + T} keys up to the last new token, got "
-                    f"{int(mask.length)}"
-                )
-            self.check_past(tokens, count)
-        if tokens is None:
-            return dict(cache=self.cache)
-        slots = self.slots + torch.arange(T, device=tokens.device)
-        new = tokens.index_select(1, slots.clamp(max=tokens.shape[1] - 1))
-        if not torch.compiler.is_compiling() and bool(new.all()):
-            return dict(cache=self.cache)
-        padding: dict[str, Any] = dict(lengths=new[:, 0].int()) if T == 1 else dict(mask=new)
-        return dict(cache=self.cache, **padding)
-
-    def count(self, T: int, mask: NSAMask | None) -> None:
         self.slots.add_(T)
         if not torch.compiler.is_compiling():
             self.mark()
@@ -387,32 +286,63 @@ class StaticKVLayer(KVLayer):
             torch._dynamo.mark_static_address(t)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.max_cache_len, 0
+        limit = self.max_cache_len
+        return self.slots + query_length if limit is None else limit, 0
+
+    def get_seq_length(self) -> int:
+        slots: int = self.slots
+        return slots
 
     def get_max_length(self) -> int:
-        return self.max_cache_len
+        return -1 if self.max_cache_len is None else self.max_cache_len
+
+    get_max_cache_shape = get_max_length  # in older releases
 
     def reset(self) -> None:
-        self.cache.reset()
-        self.is_packed = False
-        if self.is_initialized:
+        if self.is_compileable and self.is_initialized:
+            self.cache.reset()
             self.slots.zero_()
+        elif self.is_initialized:
+            self.__init__()  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(
-            "past_key_values must be a DynamicCache to be cropped, got a StaticCache: leave out "
-            "cache_implementation"
-        )
+        """Remove the last slots, as many as the negative number says."""
+        if self.is_compileable:
+            raise ValueError(
+                "past_key_values must be a DynamicCache to be cropped, got a StaticCache: leave "
+                "out cache_implementation"
+            )
+        n = -tokens_to_remove if tokens_to_remove <= 0 else self.slots - tokens_to_remove
+        if n <= 0 or not self.slots:
+            return
+        removed = [n] * len(self.cache.lengths)
+        if self.real is not None:
+            removed = self.real[:, self.slots - n :].sum(1).tolist()
+            self.real = self.real[:, : self.slots - n]
+        self.cache.truncate([a - b for a, b in zip(self.cache.lengths, removed, strict=True)])
+        self.slots -= n
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.is_initialized:
-            self.cache.reorder(beam_idx)
+        if not self.is_initialized or not any(self.cache.lengths):
+            return
+        self.cache.reorder(beam_idx)
+        if self.is_compileable:
             self.mark()
+        elif self.real is not None:
+            self.real = self.real[beam_idx.to(self.real.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = torch.arange(len(self.cache.lengths))
+        self.reorder_cache(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        rows = torch.arange(len(self.cache.lengths), device=indices.device)
+        self.reorder_cache(rows[indices])
 
 
 def layer_of(cache: Any, index: int) -> KVLayer:
-    """The layer of a cache for an attention module. An empty layer of a `DynamicCache` becomes a
-    `KVLayer`, one of a `StaticCache` a `StaticKVLayer`.
+    """The layer of a cache for an attention module. An empty layer of a `DynamicCache` or of a
+    `StaticCache` becomes a `KVLayer`.
 
     Raises:
         ValueError: another kind of cache, offloading, or a layer that holds tokens of another
@@ -430,14 +360,12 @@ def layer_of(cache: Any, index: int) -> KVLayer:
             raise ValueError(
                 f"past_key_values must be empty or of this model, got the {count} tokens of another"
             )
-        is_static = type(layer) is StaticLayer
-        layer = cache.layers[index] = StaticKVLayer(layer.max_cache_len) if is_static else KVLayer()
+        layer = cache.layers[index] = KVLayer(getattr(layer, "max_cache_len", None))
     if isinstance(layer, KVLayer):
         return layer
-    kind = f"{'an offloaded ' if is_offloaded else ''}{type(cache).__name__}"
     raise ValueError(
         "past_key_values must be a DynamicCache or a StaticCache on the device with "
-        f"SparseAttention, whose layers keep a KVCache, got {kind} of "
-        f"{sorted({type(layer).__name__ for layer in getattr(cache, 'layers', [])})}: leave out "
-        'cache_implementation, or give "static"'
+        f"SparseAttention, whose layers keep a KVCache, got {'an offloaded ' * is_offloaded}"
+        f"{type(cache).__name__} of {type(layer).__name__}: leave out cache_implementation, or "
+        'give "static"'
     )

@@ -1,14 +1,17 @@
-"""The configuration of a decoder whose layers are `SparseAttention`."""
+"""Settings of sparse attention in models of transformers: the dicts of `NSAConfig` settings that
+`model.config` keeps, and the configuration of a decoder whose layers are `SparseAttention`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from ..checks.keywords import check_keywords
 from ..checks.scalars import (
+    TOO_LARGE,
     check_bool,
     check_factor,
     check_int,
@@ -20,23 +23,121 @@ from ..checks.tensors import check_choice
 from ..config import NSAConfig
 from ..presets import preset
 from ..ranking import WEIGHTS
-from .settings import ANY_LENGTH, free_settings, kept_settings, layer_config
+
+# the name of the attention implementation
+NAME = "nsa"
+# the key of `model.config`, and within it the implementation that the sparse one replaces
+KEY, REPLACED = "nsa_config", "replaced_implementation"
+# the key of a converted model's settings
+CONVERTED_KEY = "nsa_converted"
+# sizes of a layer that no model has
+NO_SIZES: dict[str, Any] = dict(dim=1, dim_head=1, heads=1)
+USUAL = {f.name: f.default for f in fields(NSAConfig)}
+
+# of the drop-in: one softmax over initial, local and ranked blocks, whose largest token is the
+# score of a block
+DEFAULTS: dict[str, Any] = dict(
+    compress_block_size=1, compress_block_sliding_stride=1, selection_block_size=64,
+    num_selected_blocks=16, importance="max", interpolated_importance_score=False,
+    num_initial_blocks=1, num_local_blocks=8, selection_stride=1,
+    query_heads_share_selected_kv=True, dense_length=8192, use_diff_topk=False, backend="auto",
+)  # fmt: skip
+FIXED: dict[str, Any] = dict(
+    branches=("selected",), causal=True, rank_rotated=True, scale=None, soft_cap=None,
+    attention_sinks=False, recompute=False, block_sizes=None,
+)  # fmt: skip
+
+
+def free_settings(decided: Iterable[str]) -> dict[str, Any]:
+    """The settings of an `NSAConfig` by name, with their defaults, but for those `decided`."""
+    return {name: value for name, value in USUAL.items() if name not in {*NO_SIZES, *decided}}
+
+
+def layer_config(
+    user: Any,
+    settings: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    argument: str = "config",
+) -> NSAConfig:
+    """The settings of a layer.
+
+    Args:
+        user: an `NSAConfig`, a dict of its settings or None.
+        settings: single settings, which replace those of `user`.
+        defaults: of the settings that are free. The stride of windows is their size where only
+            that is named.
+        fixed: what the model decides. A dict may repeat it; an `NSAConfig` may have it or, but for
+            branches, a default instead.
+
+    Raises:
+        ValueError: another kind of argument; a setting that is unknown, out of range or decided by
+            the model; two incompatible ones.
+    """
+    if not isinstance(user, (NSAConfig, Mapping, type(None))):
+        raise ValueError(
+            f"{argument} must be an NSAConfig, a dict of settings or None, got {shown(user)}"
+        )
+    if isinstance(user, NSAConfig):
+        user = {
+            name: value
+            for name, value in ((name, getattr(user, name)) for name in (*defaults, *fixed))
+            if name in defaults or name == "branches" or value != USUAL.get(name)
+        }
+    values = {**(user or {}), **settings}
+    for name, value in fixed.items():
+        if (got := values.pop(name, value)) != value:
+            raise ValueError(f"{name} must be {value!r}, which the model decides, got {shown(got)}")
+    check_keywords(values, defaults)
+    if "compress_block_size" in values:
+        values.setdefault("compress_block_sliding_stride", None)
+    return NSAConfig(**NO_SIZES | {**defaults, **values, **fixed})
+
+
+def kept_settings(config: NSAConfig, names: Iterable[str]) -> dict[str, Any]:
+    """Settings of a layer as values of JSON, by which `layer_config` makes it again."""
+    values = {name: getattr(config, name) for name in names}
+    return {n: [*value] if n == "branches" else value for n, value in values.items()}
+
+
+def drop_in_settings(config: Any) -> dict[str, Any]:
+    """The settings of layers under "nsa" that a model's configuration keeps, or defaults."""
+    saved = getattr(config, KEY, None) or {}
+    return {name: saved.get(name, value) for name, value in DEFAULTS.items()}
+
+
+def dense_limit(settings: Mapping[str, Any]) -> int:
+    """Queries of sequences of up to so many tokens attend to all that they may see."""
+    length: int = settings["dense_length"]
+    s, d = settings["selection_block_size"], settings["compress_block_sliding_stride"]
+    # blocks whose windows end later are no candidates; gradients of scores need the ranking
+    if settings["num_local_blocks"] == 0 or d > s or settings["use_diff_topk"]:
+        return length
+    names = ("num_initial_blocks", "num_local_blocks", "num_selected_blocks")
+    return max(length, s * sum(settings[name] for name in names))
+
+
+# a model of this library
 
 FORM = "one-softmax"
 # settings of a layer that the configuration has under names of its own, and tile sizes, which
 # belong to a machine
-DECIDED = (
-    "kv_heads", "causal", "norm", "qkv_bias", "out_bias", "qk_norm", "qk_norm_eps", "block_sizes",
+SETTINGS = free_settings(
+    (
+        "kv_heads", "causal", "norm", "qkv_bias", "out_bias", "qk_norm", "qk_norm_eps",
+        "block_sizes",
+    )
 )  # fmt: skip
-SETTINGS = free_settings(DECIDED)
-
+# those that a layer of dense attention has too
+DENSE_SETTINGS = (
+    "compress_block_size", "compress_block_sliding_stride", "selection_block_size", "scale",
+    "soft_cap", "attention_sinks", "recompute", "backend",
+)  # fmt: skip
 # what configurations of other decoders name, and what this one is
 ABSENT: dict[str, Any] = dict(
     attention_dropout=0.0, attention_bias=False, mlp_bias=False, hidden_act="silu",
     sliding_window=None, rope_scaling=None, rope_parameters=None, layer_types=None,
 )  # fmt: skip
-
-
 COUNTS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size",
     "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
@@ -125,9 +226,7 @@ class NSAModelConfig(PreTrainedConfig):
         user = {name: kwargs.pop(name) for name in NAMES & kwargs.keys()}
         nsa, saved = user.get("nsa"), config_dict.get("nsa") or FORM
         if isinstance(nsa, Mapping) and "preset" not in nsa:
-            user["nsa"] = (dict(preset=saved) if isinstance(saved, str) else dict(saved)) | dict(
-                nsa
-            )
+            user["nsa"] = {**(dict(preset=saved) if isinstance(saved, str) else saved), **nsa}
         return super().from_dict({**config_dict, **user}, **kwargs)
 
     def check(self) -> None:
@@ -140,21 +239,16 @@ class NSAModelConfig(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         for name in COUNTS:
             setattr(self, name, check_int(name, getattr(self, name), 1))
-        H = self.num_attention_heads
-        if H % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads must divide num_attention_heads={H}, got "
-                f"{self.num_key_value_heads}"
-            )
-        if self.head_dim is None and self.hidden_size % H:
-            raise ValueError(
-                f"head_dim must be given where num_attention_heads={H} does not divide "
-                f"hidden_size={self.hidden_size}, got None"
-            )
-        D = self.hidden_size // H if self.head_dim is None else self.head_dim
-        self.head_dim = check_int("head_dim", D, 1)
-        if D % 2:
-            raise ValueError(f"head_dim must be even for rotary embedding, got {D}")
+        if self.head_dim is None:
+            self.head_dim, remainder = divmod(self.hidden_size, self.num_attention_heads)
+            if remainder:
+                raise ValueError(
+                    f"head_dim must be given where num_attention_heads={self.num_attention_heads} "
+                    f"does not divide hidden_size={self.hidden_size}, got None"
+                )
+        self.head_dim = check_int("head_dim", self.head_dim, 1)
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
         for name in ("rms_norm_eps", "rope_theta"):
             setattr(self, name, check_factor(name, getattr(self, name)))
         check_probability("initializer_range", self.initializer_range)
@@ -196,12 +290,8 @@ class NSAModelConfig(PreTrainedConfig):
         if index in self.local_layers:
             nsa |= dict(num_selected_blocks=0, use_diff_topk=False, dense_length=0)
         elif index in self.dense_layers:
-            names = (
-                "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
-                "scale", "soft_cap", "attention_sinks", "recompute", "backend",
-            )  # fmt: skip
-            nsa = {name: nsa[name] for name in names} | dict(branches=["selected"])
-            nsa |= dict(num_selected_blocks=0, dense_length=ANY_LENGTH)
+            nsa = {name: nsa[name] for name in DENSE_SETTINGS} | dict(branches=["selected"])
+            nsa |= dict(num_selected_blocks=0, dense_length=TOO_LARGE - 1)
         return NSAConfig(**self.widths, **nsa)
 
     def read_settings(self, nsa: Any) -> NSAConfig:
@@ -215,8 +305,7 @@ class NSAModelConfig(PreTrainedConfig):
             if form is None and length is not None:
                 raise ValueError(f"length in nsa goes with a preset, got {shown(length)} without")
             if form is not None:
-                length = self.max_position_embeddings if length is None else length
-                nsa = preset(form, length, nsa)
+                nsa = preset(form, self.max_position_embeddings if length is None else length, nsa)
         return layer_config(nsa, {}, SETTINGS, self.widths, "nsa")
 
 

@@ -5,7 +5,8 @@ H  query heads      K  KV heads      D  head dimension
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ import transformers
 from einops import reduce
 from torch import Tensor, nn
 from transformers import AutoConfig
+from transformers.utils import logging
 
 from ..attention import SparseAttention
 from ..checks.scalars import check_factor, shown
@@ -22,9 +24,9 @@ from ..config import NSAConfig
 from ..gate import GateLinear
 from ..initialization import assign
 from .attention import check_model
+from .configuration import CONVERTED_KEY as KEY
+from .configuration import NAME, free_settings, kept_settings, layer_config
 from .modeling import NSAAttention
-from .settings import CONVERTED_KEY as KEY
-from .settings import NAME, free_settings, kept_settings, layer_config, quiet
 
 Model = TypeVar("Model")
 
@@ -303,6 +305,20 @@ def read_module(module: Any, rotary: Any) -> Parts:
 
 
 # saved models
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep notes and progress bars of transformers from the terminal."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def load_converted(path: str | Path, **settings: Any) -> nn.Module:

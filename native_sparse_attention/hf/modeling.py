@@ -21,15 +21,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.utils import can_return_tuple
 
 from ..attention import SparseAttention
-from ..checks.scalars import shown
 from ..frequencies import reset_frequencies
 from ..ranking import sampled
 from ..rotary import Rotary
-from .attention import check_call
 from .cache import layer_of
-from .configuration import NSAModelConfig
-from .mask import HINT, NSAMask, read_mask
-from .settings import NAME
+from .configuration import NAME, NSAModelConfig
+from .mask import NSAMask, check_call
 
 
 @dataclass
@@ -96,7 +93,7 @@ class NSAAttention(nn.Module):
         self,
         hidden_states: Tensor,
         position_embeddings: Any = None,
-        attention_mask: NSAMask | Tensor | None = None,
+        attention_mask: Any = None,
         past_key_values: Any = None,
         cache: Any = None,
         ranking: Ranking | None = None,
@@ -106,7 +103,7 @@ class NSAAttention(nn.Module):
 
         Args:
             position_embeddings: not used: the layer has the frequencies of the model.
-            attention_mask: of `nsa_mask`, or of the user, [B, 1, T, S].
+            attention_mask: of `nsa_mask`.
             past_key_values, cache: a `DynamicCache` or a `StaticCache`, under its name in this
                 release.
             ranking: takes the loss of a learned ranking. `ranking_losses` sets it too.
@@ -118,38 +115,20 @@ class NSAAttention(nn.Module):
             ValueError: a mask, positions or a cache of another form, dropout, or weights asked for.
         """
         dropout = self.dropout if self.training else 0.0
-        check_call(self, None, dict(options, dropout=dropout))
-        x, (B, T) = hidden_states, hidden_states.shape[:2]
+        x, T, mask = hidden_states, hidden_states.shape[1], attention_mask
+        check_call(self, mask, T, dict(options, dropout=dropout), self.is_first)
         cache = past_key_values if cache is None else cache
-        layer = None if cache is None else layer_of(cache, self.layer_idx)
-        is_begun = layer is not None and layer.is_initialized
-        if layer is not None and not is_begun:
-            layer.lazy_initialization(x, x)
-        position_ids = options.get("position_ids")
-        looks = None if is_begun or attention_mask is not None else position_ids
-        S = T if layer is None else layer.get_mask_sizes(T)[0]
-        mask = read_mask(attention_mask, looks, B, T, S)
-        has_checks = self.is_first and not torch.compiler.is_compiling()
-        if has_checks and T > 1 and not (mask is not None and mask.has_positions):
-            check_positions(position_ids, mask, T)
         ranking = self.ranking if ranking is None else ranking
-        if layer is not None and (mask is None or mask.documents is None):
-            if ranking is not None:
-                raise ValueError(
-                    "past_key_values must be None while rankings learn: use_cache=False"
-                )
-            out = self.attention(x, **layer.arguments(T, mask, has_checks))
+        if cache is not None and ranking is not None:
+            raise ValueError("past_key_values must be None while rankings learn: use_cache=False")
+        if cache is not None:
+            layer = layer_of(cache, self.layer_idx)
+            out = self.attention(x, **layer.arguments(x, mask, self.is_first))
             layer.count(T, mask)
             return out, None
-
-        # whole sequences; a cache keeps nothing of packed documents
-        if layer is not None:
-            layer.check_past(None, layer.get_seq_length())
-            layer.is_packed = True
-            layer.count(T, None)
         call: dict[str, Any] = {}
         layout = None
-        if mask is not None and mask.has_rows:
+        if mask is not None and (mask.tokens is not None or mask.documents is not None):
             layout = mask.share(NSAMask.layout, self.attention.config.alignment)
             x, call["documents"] = layout.spread(x), layout.documents
         if ranking is None or self.attention.to_index is None:
@@ -162,29 +141,6 @@ class NSAAttention(nn.Module):
             out, ranking.losses[self.layer_idx] = self.attention(x, **call)
             ranking.learns |= self.attention.to_index.weight.requires_grad
         return (out if layout is None else layout.collect(out)), None
-
-
-def check_positions(position_ids: Any, mask: NSAMask | None, T: int) -> None:
-    """Check that neighbours of a document are at successive positions: rotary embedding depends on
-    distances alone, and that of tokens is by the number of tokens between them.
-
-    Raises:
-        ValueError: they are not.
-    """
-    if position_ids is None:
-        return
-    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
-        raise ValueError(f"position_ids must be [B, T] integers, got {shown(position_ids)}")
-    jumps = position_ids[:, 1:] - position_ids[:, :-1] != 1
-    if mask is not None and mask.tokens is not None:
-        jumps = jumps & mask.tokens[:, 1 - T :] & mask.tokens[:, -T:-1]
-    if mask is not None and mask.documents is not None:
-        jumps = jumps & (mask.documents[:, 1:] == mask.documents[:, :-1])
-    if bool(jumps.any()):
-        raise ValueError(
-            "position_ids must count up by 1 within each sequence with SparseAttention, got "
-            f"others: {HINT}"
-        )
 
 
 def attention_modules(model: nn.Module) -> list[NSAAttention]:

@@ -18,9 +18,16 @@ from transformers import (
 )
 
 from ..checks.scalars import shown
-from .configuration import NSAModelConfig
-from .convert import convert, load_converted
-from .settings import CONVERTED_KEY, DEFAULTS, FIXED, KEY, REPLACED, layer_config, quiet
+from .configuration import (
+    CONVERTED_KEY,
+    DEFAULTS,
+    FIXED,
+    KEY,
+    REPLACED,
+    NSAModelConfig,
+    layer_config,
+)
+from .convert import convert, load_converted, quiet
 
 
 def load_viewed(

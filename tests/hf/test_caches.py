@@ -214,7 +214,7 @@ def test_dense_length_in_compiled_steps(length):
 @torch.no_grad()
 def test_what_a_static_cache_cannot_do_is_refused():
     model, (text,) = native("one_softmax"), prompts(30)
-    last, key = dict(position_ids=torch.tensor([[20]])), torch.arange(48)
+    last = dict(position_ids=torch.tensor([[20]]))
     cache = static(model, 20)
     with pytest.raises(ValueError, match="full"):
         call(model, text, cache)
@@ -233,14 +233,9 @@ def test_what_a_static_cache_cannot_do_is_refused():
     for wrong, told in (
         (mask, "must show the .20. tokens"),
         (mask[:, :20], r"attention_mask must have shape \[1, 21\], got \[1, 20\]"),
-        ((key < 5)[None, None, None], "must show the 21 keys .* got 5"),
-        ((key < 30)[None, None, None], "must show the 21 keys .* got 30"),
     ):
         with pytest.raises(ValueError, match=told):
             call(model, text[:, 20:21], cache, attention_mask=wrong, **last)
-    expected = model(text[:, :21], use_cache=False).logits[:, 20:]
-    mask = (key < 21)[None, None, None]
-    close(call(model, text[:, 20:21], cache, attention_mask=mask, **last), expected)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -23,7 +23,6 @@ from tests.helpers.tiny_models import (
     close,
     dynamic,
     of_parts,
-    packed,
     padded,
     prompts,
     tiny,
@@ -235,17 +234,15 @@ def test_models_of_other_modules_are_refused():
 @torch.no_grad()
 def test_calls_of_another_form_are_refused():
     model, (text,) = convert(tiny(), **FORMS["one_softmax"]), prompts(12)
-    offloaded, held, seen, short = (dynamic(model) for _ in range(4))
+    offloaded, held, short = (dynamic(model) for _ in range(3))
     offloaded.offloading = True  # its constructor asks for a GPU
     call(tiny(), text, held)
-    model(**packed([text, text]), **{CACHE: seen})
     model(**padded([text, text[:, :9]], left=True), **{CACHE: short})
     sliding = transformers.StaticCache(config=tiny("Gemma3").config, max_cache_len=48)
     for ids, given, message in (
         (text, {CACHE: sliding}, "must be a DynamicCache or a StaticCache"),
         (text, {CACHE: offloaded}, "an offloaded DynamicCache"),
         (text, {CACHE: held}, "12 tokens of another"),
-        (text, {CACHE: seen}, "packed documents"),
         (text[:, :1].expand(2, 1), {CACHE: short}, r"show the \[12, 9\] tokens"),
         (text, dict(position_ids=2 * torch.arange(12)[None]), "position_ids must count up by 1"),
         (text, dict(output_attentions=True), "output_attentions"),

@@ -6,24 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 from transformers.masking_utils import causal_mask_function
 
-from native_sparse_attention.hf import use_sparse_attention
+from native_sparse_attention.hf import convert, use_sparse_attention
 from native_sparse_attention.hf.mask import nsa_mask
 from tests.helpers.tiny_models import (
+    CACHE,
     SPARSE,
     call,
-    check_rows,
     close,
     dynamic,
     native,
-    packed,
-    padded,
     prompts,
     static,
     tiny,
@@ -33,56 +30,6 @@ from tests.helpers.tiny_models import (
 @pytest.fixture(scope="module")
 def model():
     return use_sparse_attention(tiny(), **SPARSE)
-
-
-def causal(mask, documents=None):
-    """Whether each token of [B, T] sees each other: [B, 1, T, T]."""
-    T = mask.shape[1]
-    visible = torch.ones(T, T, dtype=torch.bool).tril() & mask.bool()[:, None, None]
-    if documents is not None:
-        visible = visible & (documents[:, None, :, None] == documents[:, None, None])
-    return visible
-
-
-def forms(visible):
-    """The mask as bool, as integers, and added to logits."""
-    hidden = [torch.zeros(visible.shape).masked_fill(~visible, x) for x in (-3e38, -torch.inf)]
-    return visible, visible.to(torch.int16), visible.long(), *hidden
-
-
-@torch.no_grad()
-def test_masks_of_four_axes_are_padding_or_packed_documents(model):
-    texts = prompts(14, 26)
-    documents = torch.tensor([[0] * 14 + [1] * 26])
-    row = packed(texts)
-    masks = [(row, causal(torch.ones(1, 40), documents))]
-    masks += [(b, causal(b["attention_mask"])) for b in (padded(texts, True), padded(texts, False))]
-    for batch, visible in masks:
-        expected = model(**batch, use_cache=False).logits
-        for form in forms(visible):
-            check_rows(model(**batch | dict(attention_mask=form)).logits, batch, expected)
-
-
-@pytest.mark.parametrize("make", [dynamic, static])
-@torch.no_grad()
-def test_masks_of_four_axes_over_a_cache(make, model):
-    """Over a cache that grows last keys may be padding; in a static one they are not written."""
-    (text,) = prompts(40)
-    expected, spare = model(text).logits[:, 30:], 8 if make is static else 0
-    for T in (10, 1):
-        for form in forms(causal(torch.ones(1, 40))[:, :, 40 - T :]):
-            cache = make(model)
-            call(model, text[:, : 40 - T], cache)
-            form = F.pad(form, (0, spare), value=0 if form.dtype != torch.float32 else -3e38)
-            positions = torch.arange(40 - T, 40)[None]
-            out = call(model, text[:, 40 - T :], cache, attention_mask=form, position_ids=positions)
-            close(out, expected[:, 10 - T :])
-    if make is static:
-        return
-    cache, real = make(model), (torch.arange(40) < 36)[None].long()
-    call(model, text[:, :30], cache)
-    out = call(model, text[:, 30:], cache, attention_mask=causal(real)[:, :, 30:])
-    close(out[:, :6], model(text[:, :36]).logits[:, 30:])
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
@@ -118,15 +65,19 @@ def test_windows_count_padding_between_tokens():
 
 @torch.no_grad()
 def test_packed_sequences_go_over_no_cache(model):
-    (ids,), message = prompts(31), "position_ids over a cache must not return to 0 after {} tokens"
+    """transformers looks for them without one."""
+    (ids,), message = prompts(31), "position_ids must count up by 1 within each sequence"
     positions = torch.cat((torch.arange(13), torch.arange(18)))[None]
-    for first, end in ((8, 31), (13, 20)):
-        cache = dynamic(model)
-        call(model, ids[:, :first], cache, position_ids=positions[:, :first])
-        with pytest.raises(ValueError, match=message.format(first)):
-            call(model, ids[:, first:end], cache, position_ids=positions[:, first:end])
-    with pytest.raises(ValueError, match=message.format(0)):
-        call(model, ids, static(model), position_ids=positions)
+    for one in (model, native("index"), convert(tiny(), **SPARSE)):
+        cache = dynamic(one)
+        call(one, ids[:, :8], cache, position_ids=positions[:, :8])
+        for given in (
+            {CACHE: cache, "input_ids": ids[:, 8:], "position_ids": positions[:, 8:]},
+            dict(input_ids=ids, position_ids=positions, use_cache=True),
+            dict(input_ids=ids, cu_seq_lens_q=torch.tensor([0, 13, 31]), use_cache=False),
+        ):
+            with pytest.raises(ValueError, match=message):
+                one(**given)
     # a cache may have more tokens than the positions say, or fewer
     twin, outs = tiny(), []
     for one in (use_sparse_attention(tiny()), twin):
@@ -170,26 +121,14 @@ def test_layers_of_a_step_read_nothing_each(pads):
 
 @torch.no_grad()
 def test_other_masks_are_refused(model):
-    (text,), plain = prompts(40), causal(torch.ones(1, 40))
-    later = torch.ones(1, 1, 40, 40, dtype=torch.bool)
-    heads = plain.repeat(1, 4, 1, 1)
-    heads[:, 1, 5, 3] = False
-    for mask, told in (
-        (plain.triu(-5), "must be causal, with padding or packed documents: give attention_mask"),
-        (later, "must be causal, with padding or packed documents: give attention_mask"),
-        (torch.randn(1, 1, 40, 40), "must be 0 where a key is seen, and -inf where it is not"),
-        (heads, "must be the same for all heads: give attention_mask"),
-        (later[..., :20], r"must have shape \[1, S\] or \[1, 1, 40, 40\], got a torch.bool"),
-        (torch.ones(1, 39), r"attention_mask must have shape \[1, 40\], got \[1, 39\]"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            model(text, attention_mask=mask)
+    (text,), mask = prompts(40), torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
     for one in (model, native("index")):
-        cache = dynamic(one)
-        call(one, text[:, :7], cache)
-        with pytest.raises(ValueError, match=r"must have shape \[1, S\] or \[1, 1, 1, 8\]"):
-            mask = torch.ones(1, 1, 1, 16, dtype=torch.int16)
-            call(one, text[:, 7:8], cache, attention_mask=mask, position_ids=torch.tensor([[7]]))
+        with pytest.raises(
+            ValueError, match=r"must be \[B, S\] with sparse attention, got a torch"
+        ):
+            one(text, attention_mask=mask)
+        with pytest.raises(ValueError, match=r"attention_mask must have shape \[1, 40\]"):
+            one(text, attention_mask=torch.ones(1, 39))
 
 
 def test_masks_say_what_they_are():
@@ -199,7 +138,7 @@ def test_masks_say_what_they_are():
     assert nsa_mask(**given, kv_length=5) is None
     assert nsa_mask(**given, kv_length=9, q_offset=4, attention_mask=tokens) is None
     static = nsa_mask(**given, kv_length=20, q_offset=4, attention_mask=tokens)
-    assert static.length == 9 and not static.has_rows
+    assert static.length == 9 and static.tokens is None
     assert nsa_mask(**given, kv_length=20, attention_mask=static) is static
     tokens[0, :3] = 0
     for length in (9, 20):
@@ -212,6 +151,9 @@ def test_masks_say_what_they_are():
     mask = nsa_mask(**step, attention_mask=tokens)
     assert mask.length.tolist() == 9 and mask.tokens.shape == (2, 20)
     assert mask.tokens[:, :9].equal(tokens.bool()) and not mask.tokens[:, 9:].any()
+    config.nsa_config |= dict(dense_length=64)  # all that a step over such a cache may hold
+    dense = nsa_mask(**step, attention_mask=tokens.bool(), config=config)
+    assert dense.visible.shape == (2, 1, 1, 20) and dense[:, :, -1:, :].visible.equal(dense.visible)
     moved = mask.to("meta")
     assert moved.tokens.is_meta and moved.length.is_meta and mask.to("cpu") is mask
 

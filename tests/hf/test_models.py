@@ -92,8 +92,11 @@ def test_padding_and_packing_change_nothing(name):
         for left in (True, False):
             batch = padded([*texts, texts[0][:, :0]], left)  # and a row without tokens
             check_rows(model(**batch, use_cache=use_cache).logits, batch, [*alone, alone[0][:, :0]])
-        out = model(**packed(texts), use_cache=use_cache).logits
-        close(out, torch.cat(alone, dim=1))
+    if name == "drop-in, short":  # transformers makes masks of GptOss without positions
+        with pytest.raises(ValueError, match="position_ids must count up by 1"):
+            model(**packed(texts), use_cache=False)
+    else:
+        close(model(**packed(texts), use_cache=False).logits, torch.cat(alone, dim=1))
 
 
 @every

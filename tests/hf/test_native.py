@@ -149,7 +149,7 @@ def test_settings_are_those_of_the_preset_and_go_through_json(tmp_path):
     ("settings", "message"),
     [
         (dict(hidden_size=0), "hidden_size must be an integer of at least 1, got 0"),
-        (dict(num_key_value_heads=3), "must divide num_attention_heads=4, got 3"),
+        (dict(num_key_value_heads=3), "kv_heads"),
         (dict(head_dim=None, hidden_size=30), "head_dim must be given .*hidden_size=30"),
         (dict(head_dim=7), "head_dim must be even for rotary embedding, got 7"),
         (dict(rope_theta=-1.0), "rope_theta must be a finite number above 0, got -1.0"),
