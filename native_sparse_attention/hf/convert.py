@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -32,13 +32,13 @@ Model = TypeVar("Model")
 
 # modules that `convert` can read; those with `qkv_proj` have one projection of q, k and v, those
 # with `q_norm` norms of every head of queries and keys
-FAMILIES = {
+FAMILIES = [
     f"{name}Attention"
     for name in (
-        "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3",
-        "Granite", "Gemma", "Gemma2", "Gemma3", "Phi", "Phi3",
+        "Gemma2", "Gemma3", "Gemma", "Granite", "Llama", "Mistral", "Mixtral", "Phi3", "Phi",
+        "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3",
     )
-}  # fmt: skip
+]  # fmt: skip
 
 # all settings but those that the model decides, or that have one form
 SETTINGS = free_settings(
@@ -49,17 +49,10 @@ SETTINGS = free_settings(
 )  # fmt: skip
 # one softmax over initial, local and ranked blocks: tokens rank by learned queries and keys
 ONE_SOFTMAX: dict[str, Any] = dict(
-    branches=("selected",),
-    importance="index",
-    rank_rotated=True,
-    compress_block_size=1,
-    compress_block_sliding_stride=1,
-    selection_block_size=64,
-    num_selected_blocks=16,
-    num_initial_blocks=1,
-    num_local_blocks=8,
-    dense_length=8192,
-)
+    branches=("selected",), importance="index", rank_rotated=True, compress_block_size=1,
+    compress_block_sliding_stride=1, selection_block_size=64, num_selected_blocks=16,
+    num_initial_blocks=1, num_local_blocks=8, dense_length=8192,
+)  # fmt: skip
 # the paper's numbers
 BRANCHES: dict[str, Any] = dict(
     importance="probs", compress_block_sliding_stride=16, num_selected_blocks=13,
@@ -97,20 +90,18 @@ def convert(
     if config is None and not settings:
         config = getattr(decoder.config, KEY, None)
     if isinstance(config, Mapping):
-        settings = {**config, **settings}
-        config = None
+        settings, config = {**config, **settings}, None
     # logits of open gates; sigmoid(12) = 1 - 6e-6
     bias = check_factor("gate_bias", settings.pop("gate_bias", 12.0))
     base, kinds = decoder.base_model, getattr(decoder.config, "layer_types", None)
-    layers = {
+    layers: dict[int, Any] = {
         index: layer
         for index, layer in enumerate(getattr(base, "layers", []))
         if kinds is None or kinds[index] == "full_attention"
     }
     rotary = getattr(base, "rotary_emb", None)
-    for name, part in (("layers", layers), ("rotary_emb", rotary)):
-        if not part:
-            raise ValueError(f"model must have {name}, got none in a {type(base).__name__}")
+    if not layers or rotary is None:
+        raise ValueError(f"model must have layers and rotary_emb, got a {type(base).__name__}")
     # all of them, before the model changes
     replaced = {
         index: sparse_layer(getattr(layer, "self_attn", layer), rotary, config, settings, bias)
@@ -131,45 +122,111 @@ def sparse_layer(
     module: Any,
     rotary: Any,
     user: NSAConfig | None,
-    settings: Mapping[str, Any],
+    user_settings: Mapping[str, Any],
     gate_bias: float,
 ) -> SparseAttention:
-    """A layer with the weights of an attention module, frozen where its weights are."""
-    parts = read_module(module, rotary)
-    branches = settings.get("branches", getattr(user, "branches", ("selected",)))
+    """A layer with the weights of an attention module, frozen where its weights are.
+
+    Raises:
+        ValueError: a module without an equivalent in `SparseAttention`, or settings that do not
+            fit.
+    """
+    name = type(module).__name__
+    if name not in FAMILIES:
+        raise ValueError(
+            f"model must have attention of {', '.join(FAMILIES)}, got {name}: "
+            "use_sparse_attention takes more models, without weights of its own"
+        )
+    # rotary frequencies [pairs] of the first 2 pairs features; none without positions
+    D, inv_freq, amplitude, pairs, rope_type = module.head_dim, None, 1.0, 0, "default"
+    if getattr(module, "use_rope", True):
+        rope_type = getattr(rotary, "rope_type", "default")
+        rope_type = rope_type["full_attention"] if isinstance(rope_type, dict) else rope_type
+        prefix = "full_attention_" if hasattr(rotary, "full_attention_inv_freq") else ""
+        inv_freq = getattr(rotary, f"{prefix}inv_freq").detach().float()
+        amplitude = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
+        pairs = len(inv_freq)
+    inputs = ["qkv_proj"] if hasattr(module, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
+    out = module.dense if hasattr(module, "dense") else module.o_proj
+    linears = [getattr(module, n) for n in inputs]
+    problem = None
+    if getattr(module, "qk_layernorm", False):
+        problem = "RMSNorm of queries and keys or none, got one with LayerNorm (qk_layernorm)"
+    elif rope_type in ("dynamic", "longrope"):
+        problem = f"frequencies that no length changes, got one with rope_type={rope_type!r}"
+    elif amplitude != 1.0 and 2 * pairs < D:
+        problem = f"attention_scaling 1 where a part of a head is rotated, got {amplitude}"
+    elif not all(is_plain(linear) for linear in (*linears, out)):
+        problem = (
+            "projections that are nn.Linear with whole, loaded weights: merge adapters, load "
+            "without quantization and tensor parallelism, and convert before fully_shard"
+        )
+    if problem:
+        raise ValueError(f"model must have {problem} ({name})")
+
+    # pairs of neighbours, of features i and i + pairs, which transformers rotates together
+    order = torch.arange(D)
+    order = torch.cat((order[: 2 * pairs].view(2, pairs).T.flatten(), order[2 * pairs :]))
+
+    def pair(t: Tensor) -> Tensor:
+        return t.unflatten(0, (-1, D))[:, order.to(t.device)].flatten(0, 1)
+
+    H, K = module.config.num_attention_heads, module.config.num_key_value_heads
+    projections, norms, eps = {}, [], 1e-6
+    for part in ("weight", "bias"):
+        if getattr(linears[0], part) is not None:
+            qkv = torch.cat([getattr(linear, part).detach() for linear in linears])
+            q, k, v = qkv.split([H * D, K * D, K * D])
+            projections[part] = [pair(q), pair(k), v]
+    if hasattr(module, "q_norm"):
+        eps = getattr(module.q_norm, "variance_epsilon", getattr(module.q_norm, "eps", eps))
+        plus = name.startswith("Gemma")
+        norms = [pair(norm.weight.detach()) + plus for norm in (module.q_norm, module.k_norm)]
+    decided: dict[str, Any] = dict(
+        dim=out.weight.shape[0], dim_head=D, heads=H, kv_heads=K, causal=True, norm=False,
+        qkv_bias="bias" in projections, out_bias=out.bias is not None, qk_norm=bool(norms),
+        qk_norm_eps=eps, attention_sinks=False, compress_mlp_expand_factor=1.0, block_sizes=None,
+        scale=float(module.scaling) * amplitude**2,  # of queries and of keys
+        soft_cap=module.attn_logit_softcapping if name == "Gemma2Attention" else None,
+    )  # fmt: skip
+
+    branches = user_settings.get("branches", getattr(user, "branches", ("selected",)))
     is_alone = isinstance(branches, (list, tuple)) and [*branches] == ["selected"]
-    defaults = SETTINGS | (ONE_SOFTMAX if is_alone else BRANCHES)
-    defaults |= dict(index_heads=parts.settings["kv_heads"])
-    config = layer_config(user, settings, defaults, parts.settings)
+    defaults = SETTINGS | (ONE_SOFTMAX if is_alone else BRANCHES) | dict(index_heads=K)
+    config = layer_config(user, user_settings, defaults, decided)
     first = "window" if "window" in config.branches else "selected"
     if first not in config.branches:
         raise ValueError(
             "branches must hold 'selected' or 'window', one of which begins as the attention of "
             f"the model, got {shown(config.branches)}"
         )
-    networks: dict[str, Any] = {}
+    networks: dict[str, Any] = dict(rotary_emb=False)
+    if inv_freq is not None:
+        networks = dict(inv_freq=inv_freq.cpu())
     if "compressed" in config.branches:
         networks["compress_mlp"] = MeanPool()
     if len(config.branches) > 1:
-        start = tuple(gate_bias if name == first else -gate_bias for name in config.branches)
-        networks["strategy_combine_mlp"] = GateLinear(config.dim, config.heads, start)
-    if parts.inv_freq is None:
-        networks["rotary_emb"] = False
-    else:
-        networks["inv_freq"] = parts.inv_freq.cpu()
-    weight = parts.out.weight
-    layer = SparseAttention.from_config(config, **networks).to(weight.device, weight.dtype)
+        begin = tuple(gate_bias if branch == first else -gate_bias for branch in config.branches)
+        networks["strategy_combine_mlp"] = GateLinear(config.dim, H, begin)
+    layer = SparseAttention.from_config(config, **networks).to(out.weight.device, out.weight.dtype)
     kv_sets = 1 if config.branch_kv == "shared" else len(config.branches)
-    for name, (q, k, v) in parts.projections.items():
-        assign(getattr(layer.to_qkv, name), torch.cat([q, *(k, v) * kv_sets]))
-    for name, t in parts.out.named_parameters():
-        assign(getattr(layer.combine_heads, name), t.detach())
-    for norm, scales in zip((layer.q_norm, layer.k_norm), parts.norms, strict=True):
-        if norm is not None:
-            assign(norm.weight, scales)
-    if layer.to_index is not None and config.index_dim == config.dim_head:
-        assign(layer.to_index.weight, index_weight(parts, config))
-    trained = {name.split(".")[0] for name, p in module.named_parameters() if p.requires_grad}
+    for part, (q, k, v) in projections.items():
+        assign(getattr(layer.to_qkv, part), torch.cat([q, *(k, v) * kv_sets]))
+    for part, t in out.named_parameters():
+        assign(getattr(layer.combine_heads, part), t.detach())
+    for norm, scales in zip((layer.q_norm, layer.k_norm), norms, strict=False):
+        assign(norm.weight, scales)  # type: ignore[union-attr]
+    if layer.to_index is not None and config.index_dim == D:
+        # the mean query of each group, and the mean key of its KV heads, without biases and norms:
+        # where the model has neither, the score of a block is a logit of the mean query
+        means = []
+        for index, heads in enumerate((K, config.index_heads)):
+            weight = projections["weight"][index].unflatten(0, (-1, D))
+            weight = weight * norms[index][:, None] if norms else weight
+            means.append(reduce(weight, "(h g) d i -> (h d) i", "mean", h=heads))
+        scale = config.scale_of(D) * D**0.5  # scores have the index's own scale
+        assign(layer.to_index.weight, torch.cat((means[0] * scale, means[1])))
+    trained = {part.split(".")[0] for part, p in module.named_parameters() if p.requires_grad}
     for copied, sources in (  # queries, keys and values are one weight
         (layer.to_qkv, {"q_proj", "k_proj", "v_proj", "qkv_proj"}),
         (layer.combine_heads, {"o_proj", "dense"}),
@@ -181,127 +238,11 @@ def sparse_layer(
     return layer
 
 
-def index_weight(parts: Parts, config: NSAConfig) -> Tensor:
-    """The first index queries, the mean query of each group, and index keys, the mean key of their
-    KV heads, without biases and norms. With `index_heads=kv_heads` and neither in the model, a
-    block's score is then the largest (or mean) logit of the mean query."""
-    D, K = config.dim_head, parts.settings["kv_heads"]
-    means = []
-    for weight, norm, heads in zip(
-        parts.projections["weight"], parts.norms, (K, config.index_heads), strict=False
-    ):
-        weight = weight.unflatten(0, (-1, D))
-        if norm is not None:
-            weight = weight * norm[:, None]
-        means.append(reduce(weight, "(h g) d i -> (h d) i", "mean", h=heads))
-    scale = parts.settings["scale"] * D**0.5  # scores have the index's own scale
-    return torch.cat((means[0] * scale, means[1]))
-
-
-# what is read of a model's attention
-
-
-class Parts(NamedTuple):
-    """One attention module of a model, with rotary features in pairs.
-
-    Attributes:
-        settings: of an `NSAConfig`, those that the model decides.
-        projections: "weight" and perhaps "bias" of queries, keys and values [heads D, ...].
-        out: the projection of the output.
-        norms: weights [D] of the norms of heads of queries and keys, or None.
-        inv_freq: rotary frequencies [pairs] of the first 2 pairs features; None without positions.
-    """
-
-    settings: dict[str, Any]
-    projections: dict[str, list[Tensor]]
-    out: nn.Linear
-    norms: tuple[Any, Any]
-    inv_freq: Tensor | None
-
-
-def read_module(module: Any, rotary: Any) -> Parts:
-    """What `convert` reads of an attention module and of the model's rotary embedding.
-
-    Raises:
-        ValueError: a module without an equivalent in `SparseAttention`.
-    """
-    name = type(module).__name__
-    if name not in FAMILIES:
-        raise ValueError(
-            f"model must have attention of {', '.join(sorted(FAMILIES))}, got {name}: "
-            "use_sparse_attention takes more models, without weights of its own"
-        )
-    D = module.head_dim
-    H, K = module.config.num_attention_heads, module.config.num_key_value_heads
-    names = ["qkv_proj"] if hasattr(module, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
-    out_name = "dense" if hasattr(module, "dense") else "o_proj"
-    inv_freq, amplitude, pairs, kind = None, 1.0, 0, "default"
-    if getattr(module, "use_rope", True):
-        kind = getattr(rotary, "rope_type", "default")
-        kind = kind["full_attention"] if isinstance(kind, dict) else kind
-        prefix = "full_attention_" if hasattr(rotary, "full_attention_inv_freq") else ""
-        inv_freq = getattr(rotary, f"{prefix}inv_freq").detach().float()
-        amplitude = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
-        pairs = len(inv_freq)
-    problem = None
-    if getattr(module, "qk_layernorm", False):
-        problem = f"RMSNorm of queries and keys or none, got {name} with LayerNorm (qk_layernorm)"
-    elif kind in ("dynamic", "longrope"):
-        problem = (
-            "rotary frequencies that do not depend on the length of the sequence, got "
-            f"{name} with rope_type={kind!r}"
-        )
-    elif amplitude != 1.0 and 2 * pairs < D:
-        problem = (
-            "attention_scaling 1 where rotary embedding turns a part of a head, got "
-            f"{name} with {amplitude}"
-        )
-    linears = {n: getattr(module, n) for n in (*names, out_name)}
-    for n, linear in linears.items():
-        if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
-            problem = (
-                "projections that are nn.Linear: merge adapters, and load without quantization, "
-                f"got {name} with {n} of {type(linear).__name__}"
-            )
-        elif linear.weight.is_meta:
-            problem = f"loaded weights, got {name} with {n} on the meta device"
-        elif hasattr(linear.weight, "device_mesh"):
-            problem = (
-                "whole weights: convert it before fully_shard, and load it without tensor "
-                f"parallelism, got {name} with {n} as a DTensor"
-            )
-    if problem:
-        raise ValueError(f"model must have {problem}")
-
-    # pairs of neighbours, of features i and i + pairs, which transformers rotates together
-    order = torch.arange(D)
-    order = torch.cat((order[: 2 * pairs].view(2, pairs).T.flatten(), order[2 * pairs :]))
-
-    def pair(t: Tensor) -> Tensor:
-        return t.unflatten(0, (-1, D))[:, order.to(t.device)].flatten(0, 1)
-
-    projections = {}
-    for part in ("weight", "bias"):
-        if getattr(linears[names[0]], part) is not None:
-            qkv = torch.cat([getattr(linears[n], part).detach() for n in names])
-            q, k, v = qkv.split([H * D, K * D, K * D])
-            projections[part] = [pair(q), pair(k), v]
-    norms: tuple[Any, Any] = (None, None)
-    eps, is_normed = 1e-6, hasattr(module, "q_norm")
-    if is_normed:
-        eps = getattr(module.q_norm, "variance_epsilon", getattr(module.q_norm, "eps", eps))
-        plus = name.startswith("Gemma")
-        q, k = (pair(norm.weight.detach()) + plus for norm in (module.q_norm, module.k_norm))
-        norms = (q, k)
-    out = linears[out_name]
-    settings: dict[str, Any] = dict(
-        dim=out.weight.shape[0], dim_head=D, heads=H, kv_heads=K, causal=True, norm=False,
-        qkv_bias="bias" in projections, out_bias=out.bias is not None, qk_norm=is_normed,
-        qk_norm_eps=eps, attention_sinks=False, compress_mlp_expand_factor=1.0, block_sizes=None,
-        scale=float(module.scaling) * amplitude**2,  # of queries and of keys
-        soft_cap=module.attn_logit_softcapping if name == "Gemma2Attention" else None,
-    )  # fmt: skip
-    return Parts(settings, projections, out, norms, inv_freq)
+def is_plain(linear: Any) -> bool:
+    """Whether a module is a linear layer of one whole, loaded weight."""
+    if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
+        return False
+    return not linear.weight.is_meta and not hasattr(linear.weight, "device_mesh")
 
 
 # saved models
@@ -338,12 +279,11 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
         raise ValueError(f"path must be a folder with config.json, got {shown(path)}")
     config = AutoConfig.from_pretrained(folder)
     text = config.get_text_config(decoder=True)
-    saved = getattr(text, KEY, None)
-    if not saved:
-        raise ValueError(f"path must be a folder of a converted model, got {shown(str(path))}")
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise ValueError(f"path must have model.safetensors, got {shown(str(path))}")
+    saved, files = getattr(text, KEY, None), sorted(folder.glob("model*.safetensors"))
+    if not saved or not files:
+        raise ValueError(
+            f"path must be a folder of a converted model with model.safetensors, got {path}"
+        )
     # all but attention as transformers loads it: its formats of experts, buffers in float32
     architecture = getattr(transformers, config.architectures[0])
     with quiet():  # of weights of attention that it does not find
@@ -369,11 +309,11 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
             f"{' '.join(str(error).split())}"
         ) from None
     prefixes = tuple(f"{name}." for name in layers)
-    wrong = {
-        kind: {key for key in getattr(loaded, kind) if key.startswith(prefixes)}
-        | {key for key in report[kind] if not key.startswith(prefixes)}
-        for kind in ("missing_keys", "unexpected_keys")
-    }
-    if any(wrong.values()):
-        raise ValueError(f"path must hold the weights of this conversion, got {wrong}")
+    absent = {key for key in loaded.missing_keys if key.startswith(prefixes)}
+    absent |= {key for key in report["missing_keys"] if not key.startswith(prefixes)}
+    if absent or loaded.unexpected_keys:
+        raise ValueError(
+            f"path must hold the weights of this conversion, got none for {sorted(absent)} and "
+            f"others for {loaded.unexpected_keys}"
+        )
     return model.eval()

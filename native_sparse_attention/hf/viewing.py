@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from .configuration import (
     KEY,
     REPLACED,
     NSAModelConfig,
+    kept_settings,
     layer_config,
 )
 from .convert import convert, load_converted, quiet
@@ -50,37 +50,30 @@ def load_viewed(
         ValueError: a model that cannot be loaded or converted, or has no tokenizer.
         ImportError: a package that a file needs is not installed.
     """
-    path, is_gguf = Path(path), Path(path).suffix == ".gguf"
-    # nothing is downloaded, and no code of a folder runs
-    source: dict[str, Any] = dict(local_files_only=True, trust_remote_code=False)
-    source["pretrained_model_name_or_path"] = str(path.parent if is_gguf else path)
-    options: dict[str, Any] = {}
-    if is_gguf:
-        if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
-            names = " and ".join(missing)
-            raise ImportError(f"{path} needs {names}: pip install {' '.join(missing)}")
-        source["gguf_file"] = path.name
-        if unpack := getattr(transformers, "GgufConfig", None):
-            # some releases keep the weights packed on a GPU
-            options["quantization_config"] = unpack(dequantize=True)
     try:
         with quiet():
-            model, tokenizer = load(path, source, options, settings, device)
+            model, tokenizer = load(Path(path), settings, torch.device(device).type == "cpu")
     except (ValueError, ImportError, MemoryError):
         raise
     except Exception as error:  # of the libraries that read a file
         if isinstance(error, RuntimeError) and "memory" in str(error):
             raise
-        raise ValueError(f"{path} cannot be loaded: {one_line(error)}") from None
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} cannot be loaded: {reason}") from None
     return model.to(device).eval(), tokenizer
 
 
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
-
-
-def load(path: Path, source: Any, options: Any, settings: Any, device: Any) -> tuple[Any, Any]:
+def load(path: Path, settings: Mapping[str, Any] | None, is_cpu: bool) -> tuple[Any, Any]:
     """`load_viewed`, with errors of the libraries."""
+    is_gguf, options = path.suffix == ".gguf", {}
+    # nothing is downloaded, and no code of a folder runs
+    source: dict[str, Any] = dict(local_files_only=True, trust_remote_code=False)
+    source["pretrained_model_name_or_path"] = str(path.parent if is_gguf else path)
+    if is_gguf:
+        source["gguf_file"] = path.name
+        if unpack := getattr(transformers, "GgufConfig", None):
+            # some releases keep the weights packed on a GPU
+            options["quantization_config"] = unpack(dequantize=True)
     config = AutoConfig.from_pretrained(**source)
     is_converted = bool(getattr(config.get_text_config(decoder=True), CONVERTED_KEY, None))
     is_native, values = isinstance(config, NSAModelConfig), None
@@ -94,16 +87,19 @@ def load(path: Path, source: Any, options: Any, settings: Any, device: Any) -> t
     if not is_converted and not is_native:
         user = dict((getattr(config, KEY, None) or {}) if settings is None else settings)
         user.pop(REPLACED, None)
-        checked = layer_config(user, {}, DEFAULTS, FIXED)
-        values = {name: getattr(checked, name) for name in DEFAULTS}
-    tokenizer = load_tokenizer(path, source)
-    dtype: Any = torch.float32 if torch.device(device).type == "cpu" else "auto"
+        values = kept_settings(layer_config(user, {}, DEFAULTS, FIXED), DEFAULTS)
+    # without files some kinds of tokenizers begin with an empty vocabulary
+    names = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.*")
+    if not is_gguf and not any(file for name in names for file in path.glob(name)):
+        raise ValueError(f"{path} must hold a tokenizer, as tokenizer.save_pretrained writes it")
+    tokenizer = AutoTokenizer.from_pretrained(**source)
     if is_converted:
         model = load_converted(path, **(settings or {}))
-        return model.float() if dtype == torch.float32 else model, tokenizer
+        return model.float() if is_cpu else model, tokenizer
     model, report = AutoModelForCausalLM.from_pretrained(
-        **source, **options, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-    )
+        **source, **options, dtype=torch.float32 if is_cpu else "auto", output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )  # fmt: skip
     absent = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
     # what the head predicts is not seen
     if absent := {name for name in absent if not name.startswith("lm_head.")}:
@@ -111,19 +107,3 @@ def load(path: Path, source: Any, options: Any, settings: Any, device: Any) -> t
             f"{path} must hold all weights of the model, got none of the size of {min(absent)}"
         )
     return model if values is None else convert(model, values), tokenizer
-
-
-def load_tokenizer(path: Path, source: Mapping[str, Any]) -> Any:
-    tokenizer, reason = None, "no file of one"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-    except Exception as error:  # each kind of tokenizer has errors of its own
-        reason = one_line(error)
-    if tokenizer is not None:
-        # without files some kinds begin with an empty vocabulary
-        names = {"tokenizer_config.json", "tokenizer.json", *tokenizer.vocab_files_names.values()}
-        if "gguf_file" in source or any((path / name).is_file() for name in names):
-            return tokenizer
-    raise ValueError(
-        f"{path} must hold a tokenizer, as tokenizer.save_pretrained writes it, got {reason}"
-    )
