@@ -23,16 +23,12 @@ except metadata.PackageNotFoundError as error:
         "native_sparse_attention.hf needs transformers: pip install 'native-sparse-attention[hf]'"
     ) from error
 
-from .attention import register, use_dense_attention, use_sparse_attention
+from .attention import use_dense_attention, use_sparse_attention
 from .cache import SparseCache, StaticSparseCache
 from .configuration import NSAModelConfig
 from .convert import convert, load_converted
 from .distill import distill
 from .modeling import NSAForCausalLM, NSAModel, NSAPreTrainedModel, ranking_losses
-from .modeling import register as register_models
-
-register()
-register_models()
 
 __all__ = [
     "NSAForCausalLM",

@@ -59,22 +59,9 @@ def attention(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """One softmax over the initial, local and ranked blocks of each query, as `AttentionInterface`
-    asks for it; over its window in a layer that has one.
-
-    Args:
-        query: [B, H, T, D], with positions applied.
-        key, value: [B, K, S, D] and [B, K, S, E], with positions applied.
-        attention_mask: of `nsa_mask`.
-        softcap, s_aux: the soft cap of logits; a sink [H] for each query head.
-        sliding_window: tokens that a query of this layer sees, its own included.
-
-    Returns:
-        [B, T, H, E] and None. The output of padding has no meaning.
-
-    Raises:
-        ValueError: a mask of another form, dropout, weights asked for, or no causal attention.
-    """
+    """One softmax over the initial, local and ranked blocks of each query [B, H, T, D], or over its
+    window of `sliding_window` tokens, as `AttentionInterface` asks for it: [B, T, H, E] and None.
+    `s_aux` are sinks [H]. The output of padding has no meaning."""
     mask, (B, _, T, _), S = attention_mask, query.shape, key.shape[2]
     is_first = getattr(module, "layer_idx", 0) == 0
     check_call(module, mask, T, dict(options, dropout=dropout), is_first, is_causal)
@@ -168,10 +155,8 @@ def attention(
 # switching a model
 
 
-def register() -> None:
-    """Make "nsa" an attention implementation of transformers."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, nsa_mask)
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, nsa_mask)
 
 
 def use_sparse_attention(
@@ -231,12 +216,8 @@ def use_dense_attention(model: Model) -> Model:
 
 
 def check_model(model: Any, is_switched: bool = True) -> PreTrainedModel:
-    """The decoder of a model, without the wrapper of an adapter, that sparse attention fits.
-
-    Raises:
-        ValueError: not a model of transformers, or one of SparseAttention layers; if it is to be
-            switched, a model that sparse attention does not fit.
-    """
+    """The model without the wrapper of an adapter; if it is to be switched, sparse attention must
+    fit it."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):

@@ -50,10 +50,8 @@ def window_sizes(config: Any) -> tuple[int, int]:
 
 class SparseLayer(DynamicLayer):
     """Keys and values [B K S D] of a layer in storage with spare capacity, and the mean keys
-    [B K W D] of its windows: a step writes its own tokens, where a `DynamicLayer` copies all.
-
-    What an update returned stays as it was until tokens are taken back (`crop`) and others written.
-    """
+    [B K W D] of its windows: a step writes its own tokens, where a `DynamicLayer` copies all. What
+    an update returned stays until tokens are taken back (`crop`) and others written."""
 
     def __init__(self, l: int = 1, d: int = 1, **unknown: Any) -> None:
         super().__init__()
@@ -108,10 +106,6 @@ class SparseLayer(DynamicLayer):
         self.stores.clear()
         super().reset()
 
-    def offload(self) -> None:
-        self.stores.clear()
-        super().offload()
-
 
 class SparseCache(DynamicCache):
     """A `DynamicCache` for a model under sparse attention.
@@ -129,16 +123,16 @@ class SparseCache(DynamicCache):
     def __init__(self, config: Any) -> None:
         sizes = window_sizes(config)
         super().__init__(config=config)
-        self.layers: list[Any] = [
-            SparseLayer(*sizes) if type(layer) is DynamicLayer else layer for layer in self.layers
-        ]
+        for index, layer in enumerate(self.layers):
+            if type(layer) is DynamicLayer:
+                self.layers[index] = SparseLayer(*sizes)
 
 
 class StaticSparseLayer(StaticLayer):
     """Also the mean keys [B K W + 1 D] of a layer's windows. The last slot takes the means of
     windows that are not complete, which nothing reads."""
 
-    def __init__(self, l: int, d: int, max_cache_len: int, **unknown: Any) -> None:
+    def __init__(self, l: int, d: int, max_cache_len: int) -> None:
         super().__init__(max_cache_len=max_cache_len)
         self.windows = (l, d)
 
@@ -170,50 +164,32 @@ class StaticSparseLayer(StaticLayer):
             self.means = self.means.index_select(0, beam_idx.to(self.means.device))
             keep_means(self.keys, *self.windows, self.means)
 
-    def prefetch(self) -> None:
-        super().prefetch()
-        if self.is_initialized:
-            keep_means(self.keys, *self.windows, self.means)
-
 
 class StaticSparseCache(StaticCache):
     """A `StaticCache` for a model under sparse attention: storage for `max_cache_len` tokens, and
     one compiled graph for all steps.
 
     Where windows hold several tokens (`compress_block_size` above 1) it also keeps their compressed
-    keys, which saves the reading of all keys at each step. `copy.deepcopy` copies them; keys that
-    are written into a layer by hand do not change them.
+    keys, which saves the reading of all keys at each step.
 
     Args:
         config: `model.config`, after `use_sparse_attention(model)`.
         max_cache_len: the most tokens of a sequence.
-        options: `offloading` and `offload_only_non_sliding` of `StaticCache`.
     """
 
-    def __init__(self, config: Any, max_cache_len: int, **options: Any) -> None:
+    def __init__(self, config: Any, max_cache_len: int) -> None:
         sizes = window_sizes(config)
         max_cache_len = check_int("max_cache_len", max_cache_len, 1)
-        super().__init__(config=config, max_cache_len=max_cache_len, **options)
-        if sizes != (1, 1):
-            self.layers: list[Any] = [
-                StaticSparseLayer(*sizes, max_cache_len) if type(layer) is StaticLayer else layer
-                for layer in self.layers
-            ]
+        super().__init__(config=config, max_cache_len=max_cache_len)
+        for index, layer in enumerate(self.layers):
+            if type(layer) is StaticLayer and sizes != (1, 1):
+                self.layers[index] = StaticSparseLayer(*sizes, max_cache_len)
 
 
 class KVLayer(CacheLayerMixin):
     """The tokens of one `SparseAttention` layer in a `KVCache`, which holds no padding.
-    transformers counts slots, padding included.
-
-    Args:
-        max_cache_len: the most slots of a layer of fixed size, whose steps transformers compiles:
-            the device counts the slots.
-
-    Attributes:
-        cache: the tokens themselves.
-        slots: tokens of each sequence with padding.
-        real: [B, slots], whether a slot holds a token; None if all do.
-    """
+    transformers counts slots, padding included; `real` [B, slots] says which hold a token. With
+    `max_cache_len` transformers compiles the steps, and the device counts the slots."""
 
     is_sliding = False
 
@@ -241,12 +217,8 @@ class KVLayer(CacheLayerMixin):
         )
 
     def arguments(self, x: Tensor, mask: NSAMask | None, is_first: bool) -> dict[str, Any]:
-        """The arguments of a `SparseAttention` for new tokens x [B, T, dim].
-
-        Raises:
-            ValueError: in the first layer, too few slots are left, or the mask does not hide the
-                padding that earlier masks hid, and no more.
-        """
+        """The arguments of a `SparseAttention` for new tokens x [B, T, dim]. The first layer checks
+        that there is room, and that the mask hides the padding that earlier masks hid."""
         if not self.is_initialized:
             self.lazy_initialization(x, x)
         tokens, T = None if mask is None else mask.tokens, x.shape[1]
@@ -342,12 +314,7 @@ class KVLayer(CacheLayerMixin):
 
 def layer_of(cache: Any, index: int) -> KVLayer:
     """The layer of a cache for an attention module. An empty layer of a `DynamicCache` or of a
-    `StaticCache` becomes a `KVLayer`.
-
-    Raises:
-        ValueError: another kind of cache, offloading, or a layer that holds tokens of another
-            model.
-    """
+    `StaticCache` becomes a `KVLayer`."""
     is_offloaded = getattr(cache, "offloading", False)
     layer: Any = None
     if isinstance(cache, Cache) and not is_offloaded:

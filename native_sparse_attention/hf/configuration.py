@@ -60,30 +60,17 @@ def layer_config(
     fixed: Mapping[str, Any],
     argument: str = "config",
 ) -> NSAConfig:
-    """The settings of a layer.
-
-    Args:
-        user: an `NSAConfig`, a dict of its settings or None.
-        settings: single settings, which replace those of `user`.
-        defaults: of the settings that are free. The stride of windows is their size where only
-            that is named.
-        fixed: what the model decides. A dict may repeat it; an `NSAConfig` may have it or, but for
-            branches, a default instead.
-
-    Raises:
-        ValueError: another kind of argument; a setting that is unknown, out of range or decided by
-            the model; two incompatible ones.
-    """
+    """The settings of a layer: those of `user`, replaced by `settings`, or `defaults`. A dict may
+    repeat what the model decides (`fixed`); an `NSAConfig` may have a default instead, but for
+    branches."""
     if not isinstance(user, (NSAConfig, Mapping, type(None))):
         raise ValueError(
             f"{argument} must be an NSAConfig, a dict of settings or None, got {shown(user)}"
         )
     if isinstance(user, NSAConfig):
-        user = {
-            name: value
-            for name, value in ((name, getattr(user, name)) for name in (*defaults, *fixed))
-            if name in defaults or name == "branches" or value != USUAL.get(name)
-        }
+        values = {name: getattr(user, name) for name in (*defaults, *fixed)}
+        needed = {*defaults, "branches"}
+        user = {n: v for n, v in values.items() if n in needed or v != USUAL.get(n)}
     values = {**(user or {}), **settings}
     for name, value in fixed.items():
         if (got := values.pop(name, value)) != value:
@@ -230,11 +217,7 @@ class NSAModelConfig(PreTrainedConfig):
         return super().from_dict({**config_dict, **user}, **kwargs)
 
     def check(self) -> None:
-        """Check all arguments, and complete them: attributes may be set later.
-
-        Raises:
-            ValueError: as the class does.
-        """
+        """Check all arguments, and complete them: attributes may be set later."""
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         for name in COUNTS:
@@ -278,11 +261,6 @@ class NSAModelConfig(PreTrainedConfig):
             out_bias=self.out_bias, qk_norm=self.qk_norm, qk_norm_eps=self.rms_norm_eps,
             block_sizes=None,
         )  # fmt: skip
-
-    @property
-    def layer_config(self) -> NSAConfig:
-        """The settings of a sparse layer."""
-        return NSAConfig(**self.widths, **self.nsa)
 
     def layer_config_of(self, index: int) -> NSAConfig:
         """The settings of a layer; a dense one is one softmax without a limit and a ranking."""

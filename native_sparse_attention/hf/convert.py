@@ -125,12 +125,7 @@ def sparse_layer(
     user_settings: Mapping[str, Any],
     gate_bias: float,
 ) -> SparseAttention:
-    """A layer with the weights of an attention module, frozen where its weights are.
-
-    Raises:
-        ValueError: a module without an equivalent in `SparseAttention`, or settings that do not
-            fit.
-    """
+    """A layer with the weights of an attention module, frozen where its weights are."""
     name = type(module).__name__
     if name not in FAMILIES:
         raise ValueError(
@@ -227,14 +222,12 @@ def sparse_layer(
         scale = config.scale_of(D) * D**0.5  # scores have the index's own scale
         assign(layer.to_index.weight, torch.cat((means[0] * scale, means[1])))
     trained = {part.split(".")[0] for part, p in module.named_parameters() if p.requires_grad}
-    for copied, sources in (  # queries, keys and values are one weight
-        (layer.to_qkv, {"q_proj", "k_proj", "v_proj", "qkv_proj"}),
-        (layer.combine_heads, {"o_proj", "dense"}),
-        (layer.q_norm, {"q_norm"}),
-        (layer.k_norm, {"k_norm"}),
-    ):
-        if copied is not None and not trained & sources:
-            copied.requires_grad_(False)
+    for copy, sources in (  # queries, keys and values are one weight
+        ("to_qkv", {"q_proj", "k_proj", "v_proj", "qkv_proj"}), ("q_norm", {"q_norm"}),
+        ("combine_heads", {"o_proj", "dense"}), ("k_norm", {"k_norm"}),
+    ):  # fmt: skip
+        if getattr(layer, copy) is not None and not trained & sources:
+            getattr(layer, copy).requires_grad_(False)
     return layer
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks.scalars import check_choice, check_factor, check_int, shown
+from ..checks.scalars import check_choice, check_factor, check_ints, shown
 from ..recipes import ranking_alone
 from .modeling import attention_modules, ranking_losses
 
@@ -56,10 +56,7 @@ def distill(
             teacher with layers of the model, or gradients that are not finite. Weights are then
             those of the step before.
     """
-    for name, count in (
-        ("steps", steps), ("batch_size", batch_size), ("ranking_queries", ranking_queries),
-    ):  # fmt: skip
-        check_int(name, count, 1)
+    check_ints(1, steps=steps, batch_size=batch_size, ranking_queries=ranking_queries)
     lr = check_factor("lr", lr)
     check_choice("stage", stage, ("ranking", "all"))
     layers = [layer.attention for layer in attention_modules(model)]
@@ -69,26 +66,23 @@ def distill(
     for c in (layer.config for layer in layers):
         blocks = c.num_initial_blocks + max(1, c.num_local_blocks) + 2
         minimum = max(minimum, c.selection_block_size * blocks)
-    if is_alone and teacher is not None:
-        raise ValueError("teacher must be None in stage 'ranking'")
-    if teacher is not None and {*layers} & {*teacher.modules()}:
-        raise ValueError(
-            "teacher must have layers of its own, got those of model, which convert and adapters "
-            "change in place: copy.deepcopy(model) before"
-        )
     if ids.shape[1] < minimum or not len(ids):
         raise ValueError(
             f"ids must have rows of {minimum} tokens, in which two blocks can be ranked, got "
             f"{list(ids.shape)}"
+        )
+    if teacher is not None and (is_alone or {*layers} & {*teacher.modules()}):
+        raise ValueError(
+            "teacher must be None in stage 'ranking', and in stage 'all' have layers of its own: "
+            "copy.deepcopy(model) before convert and adapters change the model in place"
         )
     dense, history = {layer: layer.dense for layer in layers}, []
     device = next(model.parameters()).device
     trained = [p for p in model.parameters() if p.requires_grad]
     try:
         with ranking_alone(model) if is_alone else nullcontext(trained) as learned:
-            for layer in layers if is_alone else ():
-                if layer.config.branches == ("selected",):
-                    layer.dense = True
+            for layer in layers:
+                layer.dense = layer.config.branches == ("selected",) if is_alone else layer.dense
             optimizer = torch.optim.AdamW(learned, lr=lr, weight_decay=0.0)
             for step in range(steps):
                 drawn = torch.randint(len(ids), (batch_size,), generator=generator)

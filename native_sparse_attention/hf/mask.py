@@ -100,7 +100,7 @@ class NSAMask:
     def new_tokens(self, T: int) -> tuple[Tensor, bool]:
         """Which of the T queries are tokens, [B, T], and whether the host knows that all are."""
         slots = torch.arange(T, device=self.tokens.device) + (self.length - T)
-        real: Tensor = self.tokens.index_select(1, slots)
+        real = self.tokens.index_select(1, slots)
         return real, not torch.compiler.is_compiling() and bool(real.all())
 
     def compact(self, T: int) -> tuple[Any, Any, Any, Tensor | None, int]:
@@ -135,12 +135,8 @@ def check_call(
     is_causal: bool | None = None,
 ) -> None:
     """Check that a layer asks for what sparse attention has, and in the first layer that neighbours
-    are at successive positions: a cache keeps no packed documents, and transformers looks for them
-    without one alone. A graph cannot look.
-
-    Raises:
-        ValueError: it does not, or they are not.
-    """
+    are at successive positions: transformers looks for packed documents without a cache alone, and
+    a graph cannot look."""
     for name, message in REFUSED.items():
         value = options.get(name)
         if isinstance(value, Tensor) or value:
@@ -180,11 +176,7 @@ def layer_types(config: Any) -> list[str]:
 
 
 def check_layers(config: Any, name: str) -> None:
-    """Check that "nsa" computes every layer of a model of this configuration.
-
-    Raises:
-        ValueError: it has layers of other kinds, or cross-attention.
-    """
+    """Check that "nsa" computes every layer of a model of this configuration."""
     problem = ""
     if kinds := sorted({*layer_types(config)} - LAYER_TYPES):
         problem = f"with layers of {' and '.join(sorted(LAYER_TYPES))}, got {name} with {kinds}"
@@ -288,11 +280,7 @@ def documents_of_function(
     device: torch.device | str,
 ) -> Tensor | None:
     """The documents [B, T] of a mask function: a token that does not see the one before begins
-    another. None for one document a row.
-
-    Raises:
-        ValueError: tokens see later ones.
-    """
+    another. None for one document a row."""
     row = torch.arange(B, device=device)[:, None]
     head = torch.zeros_like(row)
     token = torch.arange(1, T, device=device)[None] + q_offset

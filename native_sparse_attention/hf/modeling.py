@@ -41,11 +41,7 @@ class Ranking:
 
     @property
     def loss(self) -> Tensor:
-        """The mean over layers.
-
-        Raises:
-            ValueError: no forward yet, or one under reentrant checkpointing.
-        """
+        """The mean over layers."""
         if not self.losses:
             raise ValueError("model must have been called within ranking_losses, got no forward")
         first, *losses = (loss.float() for loss in self.losses.values())
@@ -60,15 +56,8 @@ class Ranking:
 
 class NSAAttention(nn.Module):
     """A `SparseAttention` with the call of an attention module of transformers: the attention of
-    `NSAModel`, and of models that `convert` has changed.
-
-    Attributes:
-        attention: the layer.
-        layer_idx: the layer's index in the model and in a cache.
-        dropout: of the module that it replaces, which must be 0 in training.
-        is_first: whether the layers after it may rely on its checks of a forward's inputs.
-        ranking: set while `ranking_losses` is open.
-    """
+    `NSAModel`, and of models that `convert` has changed. Layers after the first (`is_first`) rely
+    on its checks; `dropout`, of the module that it replaces, must be 0 in training."""
 
     ranking: Ranking | None = None
 
@@ -99,21 +88,9 @@ class NSAAttention(nn.Module):
         ranking: Ranking | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Attention of [B, T, dim] to these tokens and to those of the cache.
-
-        Args:
-            position_embeddings: not used: the layer has the frequencies of the model.
-            attention_mask: of `nsa_mask`.
-            past_key_values, cache: a `DynamicCache` or a `StaticCache`, under its name in this
-                release.
-            ranking: takes the loss of a learned ranking. `ranking_losses` sets it too.
-
-        Returns:
-            [B, T, dim] and None.
-
-        Raises:
-            ValueError: a mask, positions or a cache of another form, dropout, or weights asked for.
-        """
+        """Attention [B, T, dim] to these tokens and to those of the cache, which newer releases
+        call `cache`. The layer has the frequencies of the model. `ranking` takes the loss of a
+        learned ranking; `ranking_losses` sets it too."""
         dropout = self.dropout if self.training else 0.0
         x, T, mask = hidden_states, hidden_states.shape[1], attention_mask
         check_call(self, mask, T, dict(options, dropout=dropout), self.is_first)
@@ -144,11 +121,7 @@ class NSAAttention(nn.Module):
 
 
 def attention_modules(model: nn.Module) -> list[NSAAttention]:
-    """The attention modules of a model that hold a `SparseAttention`.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The attention modules of a model that hold a `SparseAttention`."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     layers = [module for module in modules if isinstance(module, NSAAttention)]
     if not layers:
@@ -173,8 +146,7 @@ def ranking_losses(model: nn.Module, queries: Tensor, weights: str = "output") -
     layers = attention_modules(model)
     if all(layer.attention.to_index is None for layer in layers):
         raise ValueError(
-            "model must have layers that rank by importance='index', got none in a "
-            f"{type(model).__name__}"
+            f"model must rank by importance='index', got none in a {type(model).__name__}"
         )
     if any(layer.ranking is not None for layer in layers):
         raise ValueError(
@@ -240,26 +212,22 @@ class NSAPreTrainedModel(LlamaPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, Rotary):
             reset_frequencies(module)
-        elif isinstance(module, SparseAttention):
-            start(module, self.config.initializer_range)
-
-
-def start(layer: SparseAttention, std: float) -> None:
-    """Set the weights of a layer that are not loaded to initial values."""
-    weights = list(layer.parameters())
-    loaded = [p for p in weights if getattr(p, "_is_hf_initialized", False)]
-    if len(loaded) == len(weights):
-        return
-    values = [p.detach().clone() for p in loaded]
-    layer.reset_parameters()
-    with torch.no_grad():
-        for parameter, value in zip(loaded, values, strict=True):
-            parameter.copy_(value)
-    for projection in (layer.to_qkv, layer.combine_heads, layer.to_index):
-        if projection is not None:
-            initialization.normal_(projection.weight, std=std)
-            if projection.bias is not None:
-                initialization.zeros_(projection.bias)
+        if not isinstance(module, SparseAttention):
+            return
+        weights = list(module.parameters())
+        loaded = [p for p in weights if getattr(p, "_is_hf_initialized", False)]
+        if len(loaded) == len(weights):
+            return
+        values = [p.detach().clone() for p in loaded]
+        module.reset_parameters()
+        with torch.no_grad():
+            for parameter, value in zip(loaded, values, strict=True):
+                parameter.copy_(value)
+        for projection in (module.to_qkv, module.combine_heads, module.to_index):
+            if projection is not None:
+                initialization.normal_(projection.weight, std=self.config.initializer_range)
+                if projection.bias is not None:
+                    initialization.zeros_(projection.bias)
 
 
 class NSAModel(NSAPreTrainedModel, LlamaModel):
@@ -385,10 +353,8 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
         return NSACausalLMOutput(**{**out, "loss": loss}, ranking_loss=ranking_loss)
 
 
-def register() -> None:
-    """Make the Auto classes of transformers know the models, and Trainer, which shifts labels of
-    smoothing by the names of classes alone."""
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(NSAModelConfig.model_type, NSAForCausalLM.__name__)
-    AutoConfig.register(NSAModelConfig.model_type, NSAModelConfig, exist_ok=True)
-    AutoModel.register(NSAModelConfig, NSAModel, exist_ok=True)
-    AutoModelForCausalLM.register(NSAModelConfig, NSAForCausalLM, exist_ok=True)
+# Trainer shifts labels of smoothing by the names of classes alone
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(NSAModelConfig.model_type, NSAForCausalLM.__name__)
+AutoConfig.register(NSAModelConfig.model_type, NSAModelConfig, exist_ok=True)
+AutoModel.register(NSAModelConfig, NSAModel, exist_ok=True)
+AutoModelForCausalLM.register(NSAModelConfig, NSAForCausalLM, exist_ok=True)

@@ -40,16 +40,9 @@ def load_viewed(
     An `NSAForCausalLM` and a converted model are loaded as they are. Another decoder attends as
     under `use_sparse_attention`: `convert` gives it layers of the same numbers.
 
-    Args:
-        path: a folder with config.json, or a GGUF file.
-        settings: of `use_sparse_attention`, instead of those that the configuration keeps; or
-            settings of a converted model that change no weights.
-        device: of the weights, which have the dtype of the file; on the CPU fp32.
-
-    Raises:
-        ValueError: a model that cannot be loaded or converted, or has no tokenizer.
-        ImportError: a package that a file needs is not installed.
-    """
+    `path` is a folder or a GGUF file. `settings` are those of `use_sparse_attention`, instead of
+    those that the configuration keeps, or of a converted model if they change no weights. On the
+    CPU weights are fp32, elsewhere of the dtype of the file."""
     try:
         with quiet():
             model, tokenizer = load(Path(path), settings, torch.device(device).type == "cpu")

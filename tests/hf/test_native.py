@@ -135,13 +135,13 @@ def test_settings_are_those_of_the_preset_and_go_through_json(tmp_path):
     again = transformers.AutoConfig.from_pretrained(tmp_path)
     assert type(again) is NSAModelConfig
     assert again.to_dict() | dict(_name_or_path="") == config.to_dict()
-    assert again.layer_config == config.layer_config
+    assert again.layer_config_of(0) == config.layer_config_of(0)
     assert copy.deepcopy(config).to_dict() == config.to_dict()
     # of max_position_embeddings=256, and of a length of its own
     for nsa, size in (("paper", 16), (dict(preset="paper", length=9999), 64)):
         assert NSAModelConfig(**SIZES, nsa=nsa).nsa["selection_block_size"] == size
     assert NSAModelConfig(**SIZES).nsa["branches"] == ["selected"]
-    layer = config.layer_config
+    layer = config.layer_config_of(0)
     assert NSAModelConfig(**SIZES, rms_norm_eps=1e-6, nsa=layer).nsa == config.nsa
 
 
