@@ -16,6 +16,7 @@ from native_sparse_attention.hf import (
 )
 from native_sparse_attention.hf.cache import kept_means
 from tests.helpers.tiny_models import (
+    CACHE,
     FORMS,
     SPARSE,
     call,
@@ -25,7 +26,6 @@ from tests.helpers.tiny_models import (
     padded,
     prompts,
     static,
-    step_by_step,
     tiny,
 )
 
@@ -168,26 +168,18 @@ def test_one_graph_serves_steps_of_all_lengths(l):
 
 @torch.no_grad()
 def test_one_cache_serves_texts_one_after_the_other():
+    """A copy goes on by itself, also of a cache that was begun in inference mode."""
     model, texts = native("index"), prompts(40, 31)
     cache = static(model)
     for text in texts:
         expected = model(text, use_cache=False).logits
-        close(step_by_step(model, text, 25, cache), expected)
+        with torch.inference_mode():
+            call(model, text[:, :25], cache)
+        for held in (copy.deepcopy(cache), cache):
+            close(steps(model, text, held, 25), expected[:, 25:])
         cache.reset()
         assert cache.get_seq_length() == 0
     assert cache.layers[0].cache.nbytes > 0  # the storage stays
-
-
-@torch.no_grad()
-def test_a_copy_goes_on_by_itself():
-    """Also of a cache that was begun in inference mode."""
-    model, (text,) = convert(tiny(), **SPARSE), prompts(40)
-    expected = model(text, use_cache=False).logits
-    with torch.inference_mode():
-        cache = static(model)
-        call(model, text[:, :30], cache)
-    for held in (cache, copy.deepcopy(cache)):
-        close(steps(model, text, held, 30, chunk=10), expected[:, 30:])
 
 
 @pytest.mark.parametrize("length", [pytest.param(34, marks=pytest.mark.slow), 25])
@@ -209,6 +201,33 @@ def test_dense_length_in_compiled_steps(length):
         for i in range(first, length):
             out = call(step, text[:, i : i + 1], cache, position_ids=torch.tensor([[i]]))
             close(out, expected[:, i : i + 1])
+
+
+@pytest.mark.parametrize("name", ["converted", "native"])
+@torch.no_grad()
+def test_calls_of_another_form_are_refused(name):
+    model = convert(tiny(), **SPARSE) if name == "converted" else native("index")
+    (text,) = prompts(12)
+    offloaded, held, short = (dynamic(model) for _ in range(3))
+    offloaded.offloading = True  # its constructor asks for a GPU
+    call(tiny(), text, held)
+    model(**padded([text, text[:, :9]], left=True), **{CACHE: short})
+    sliding = transformers.StaticCache(config=tiny("Gemma3").config, max_cache_len=48)
+    for ids, given, message in (
+        (text, {CACHE: sliding}, "must be a DynamicCache or a StaticCache"),
+        (text, {CACHE: offloaded}, "an offloaded DynamicCache"),
+        (text, {CACHE: held}, "12 tokens of another"),
+        (text[:, :1].expand(2, 1), {CACHE: short}, r"show the \[12, 9\] tokens"),
+        (text, dict(position_ids=2 * torch.arange(12)[None]), "position_ids must count up by 1"),
+        (text, dict(output_attentions=True), "output_attentions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(ids, **given)
+    model.train()
+    for layer in model.model.layers:
+        layer.self_attn.dropout = 0.1
+    with pytest.raises(ValueError, match="attention_dropout"):
+        model(text)
 
 
 @torch.no_grad()

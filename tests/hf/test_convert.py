@@ -17,13 +17,9 @@ from native_sparse_attention.hf import (
 from native_sparse_attention.recipes import set_dense
 from native_sparse_attention.view import collect
 from tests.helpers.tiny_models import (
-    CACHE,
     SPARSE,
-    call,
     close,
-    dynamic,
     of_parts,
-    padded,
     prompts,
     tiny,
 )
@@ -75,19 +71,6 @@ def test_gradients_are_those_of_the_original(form):
     assert without == ({"to_index"} if form == "one_softmax" else set())
 
 
-@pytest.mark.parametrize(
-    "settings, bias",
-    [
-        (FORMS["branches"] | dict(gate_bias=3), [-3.0, -3.0, 3.0]),
-        (dict(branches=("compressed", "selected")), [-12.0, 12.0]),
-    ],
-)
-def test_gates_begin_where_gate_bias_says(settings, bias):
-    gate = layer_of(convert(tiny(), **settings)).to_strategy_combine[0]
-    close(gate.bias.detach().view(4, -1), torch.tensor(bias).expand(4, -1))
-    assert not gate.weight.any()
-
-
 def test_each_frozen_weight_stays_frozen():
     model = tiny("Qwen3").requires_grad_(False)
     module = model.model.layers[0].self_attn
@@ -105,8 +88,12 @@ def test_settings_of_layers():
     """Of an NSAConfig too; `dense`, and keys and values for each branch."""
     model, (text,) = tiny("Phi"), prompts(40)
     expected = model(text).logits
-    branches = convert(copy.deepcopy(model), **FORMS["branches"], branch_kv="independent")
+    settings = dict(branch_kv="independent", gate_bias=11)
+    branches = convert(copy.deepcopy(model), **FORMS["branches"], **settings)
     close(branches(text).logits, expected)
+    gate = layer_of(branches).to_strategy_combine[0]
+    assert gate.bias.view(4, -1).unique(dim=0).tolist() == [[-11, -11, 11]]
+    assert not gate.weight.any()
     sizes = dict(dim=32, dim_head=8, heads=4, kv_heads=2, causal=True)
     config = NSAConfig(**sizes, branches=("selected",), num_selected_blocks=1, qkv_bias=True)
     with pytest.raises(ValueError, match="dim_head must be 8, which the model decides, got 16"):
@@ -229,28 +216,3 @@ def test_models_of_other_modules_are_refused():
     for again in (convert, use_sparse_attention, use_dense_attention):
         with pytest.raises(ValueError, match="not be converted already"):
             again(model)
-
-
-@torch.no_grad()
-def test_calls_of_another_form_are_refused():
-    model, (text,) = convert(tiny(), **FORMS["one_softmax"]), prompts(12)
-    offloaded, held, short = (dynamic(model) for _ in range(3))
-    offloaded.offloading = True  # its constructor asks for a GPU
-    call(tiny(), text, held)
-    model(**padded([text, text[:, :9]], left=True), **{CACHE: short})
-    sliding = transformers.StaticCache(config=tiny("Gemma3").config, max_cache_len=48)
-    for ids, given, message in (
-        (text, {CACHE: sliding}, "must be a DynamicCache or a StaticCache"),
-        (text, {CACHE: offloaded}, "an offloaded DynamicCache"),
-        (text, {CACHE: held}, "12 tokens of another"),
-        (text[:, :1].expand(2, 1), {CACHE: short}, r"show the \[12, 9\] tokens"),
-        (text, dict(position_ids=2 * torch.arange(12)[None]), "position_ids must count up by 1"),
-        (text, dict(output_attentions=True), "output_attentions"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model(ids, **given)
-    model.train()
-    for layer in model.model.layers:
-        layer.self_attn.dropout = 0.1
-    with pytest.raises(ValueError, match="attention_dropout"):
-        model(text)

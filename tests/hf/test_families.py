@@ -97,16 +97,6 @@ def test_gradients_are_those_of_dense_attention(family):
     close(gradients(), expected, tol=1e-3)
 
 
-@torch.no_grad()
-def test_positions_move_rope_alone():
-    """Positions other than 0, 1, ... turn queries and keys, and hide none of them."""
-    model, (text,) = tiny(), prompts(40)
-    given = dict(position_ids=torch.arange(7, 47)[None], use_cache=False)
-    expected = model(text, **given).logits
-    use_sparse_attention(model, **WHOLE)
-    close(model(text, **given).logits, expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"])
 @torch.no_grad()
 def test_half_precision(dtype):

@@ -9,7 +9,6 @@ transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 from native_sparse_attention.hf import convert, use_sparse_attention
 from tests.helpers.tiny_models import (
-    CACHE,
     FORMS,
     close,
     native,
@@ -152,30 +151,6 @@ def test_layers_of_a_native_model_on_two_gpus(tmp_path):
     close(losses[1].to(losses[0].device), losses[0], tol=1e-3)
     given = dict(attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
     assert split.generate(ids, **given).shape == (1, 404)
-
-
-# torch's profiler tells of itself
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
-@torch.no_grad()
-def test_dense_steps_run_without_cudnn():
-    """It plans each number of keys anew."""
-    from torch.profiler import ProfilerActivity, profile
-
-    ids = prompts(70)[0].cuda()
-
-    def uses_cudnn(model):
-        given = {CACHE: transformers.DynamicCache(config=model.config)}
-        model(ids[:, :64], **given)
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            for t in range(64, 70):
-                model(ids[:, t : t + 1], **given)
-            torch.cuda.synchronize()
-        return any("cudnn" in event.key for event in seen.key_averages())
-
-    model = tiny("Llama", **SIZES).cuda().bfloat16()
-    if not uses_cudnn(model):
-        pytest.skip("torch does not choose cuDNN here")
-    assert not uses_cudnn(use_sparse_attention(model))
 
 
 COMPILED = dict(

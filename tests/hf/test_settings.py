@@ -94,55 +94,42 @@ def test_saved_models_keep_their_settings(tmp_path):
     close(use_sparse_attention(again)(text).logits, expected)
 
 
-def llama4():
-    return dict(SIZES, num_local_experts=1, attention_chunk_size=16)
+HEADS = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+REFUSED = dict(
+    Mistral=(SIZES, "full attention, .* sliding_window=4096 in all layers"),
+    T5=(dict(d_model=32, num_layers=1), "with an encoder"),
+    Bert=(HEADS, "causal, got BertModel with is_causal=False"),
+    Falcon=(HEADS, "FalconForCausalLM with attention of its"),
+    Llama4Text=(dict(SIZES, num_local_experts=1, attention_chunk_size=16), "chunked_attention"),
+    MllamaText=(
+        dict(SIZES, cross_attention_layers=[1], bos_token_id=1, eos_token_id=2),
+        r"without cross-attention, got MllamaForCausalLM with cross_attention_layers=\[1\]",
+    ),
+)
+MODELS = dict(
+    T5="T5ForConditionalGeneration", Bert="BertModel", Llama4Text="Llama4ForCausalLM",
+    MllamaText="MllamaForCausalLM",
+)  # fmt: skip
 
 
-def test_layers_of_other_kinds_are_refused_without_the_function_too():
-    """As `from_pretrained(..., attn_implementation="nsa")` gives them."""
-    config = transformers.Llama4TextConfig(**llama4())
-    model = transformers.Llama4ForCausalLM(config).eval()
-    model.set_attn_implementation("nsa")
-    with pytest.raises(ValueError, match="got Llama4TextConfig with .'chunked_attention'."):
-        model(*prompts(40))
-
-
-def refused():
-    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
-    small = dict(sizes, num_attention_heads=4, intermediate_size=32)
-    text = dict(SIZES, layer_types=["full_attention"] * 2)
-    vision = dict(small, image_size=32, patch_size=8)
-    return dict(
-        Mistral=("", SIZES, "full attention, .* sliding_window=4096 in all layers"),
-        T5=("ForConditionalGeneration", dict(d_model=32, num_layers=1), "with an encoder"),
-        Bert=("Model", small, "causal, got BertModel with is_causal=False"),
-        Falcon=("", dict(sizes, num_attention_heads=4), "FalconForCausalLM with attention of its"),
-        Llama4Text=("Llama4ForCausalLM", llama4(), "chunked_attention"),
-        MllamaText=(
-            "MllamaForCausalLM",
-            dict(SIZES, cross_attention_layers=[1], bos_token_id=1, eos_token_id=2, pad_token_id=0),
-            r"without cross-attention, got MllamaForCausalLM with cross_attention_layers=\[1\]",
-        ),
-        Gemma3=(
-            "ForConditionalGeneration", dict(text_config=text, vision_config=vision),
-            "give model.get_decoder.* got Gemma3ForConditionalGeneration of several parts",
-        ),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("family", refused())
+@pytest.mark.parametrize("family", REFUSED)
 def test_models_of_another_form_are_refused(family):
-    kind, settings, told = refused()[family]
+    settings, told = REFUSED[family]
     config = getattr(transformers, family + "Config")(**settings)
-    name = kind if hasattr(transformers, kind) else family + (kind or "ForCausalLM")
-    model = getattr(transformers, name)(config)
+    model = getattr(transformers, MODELS.get(family, f"{family}ForCausalLM"))(config).eval()
     with pytest.raises(ValueError, match=f"model must be .*{told}"):
         use_sparse_attention(model)
+    if family == "Llama4Text":  # as from_pretrained(..., attn_implementation="nsa") gives it
+        model.set_attn_implementation("nsa")
+        with pytest.raises(ValueError, match="got Llama4TextConfig with .'chunked_attention'."):
+            model(*prompts(40))
 
 
 @torch.no_grad()
 def test_a_language_model_of_several_parts():
     model = of_parts()
+    with pytest.raises(ValueError, match="give model.get_decoder.* of several parts"):
+        use_sparse_attention(model)
     decoder = use_sparse_attention(model.get_decoder(), **SPARSE)
     assert model.config.vision_config._attn_implementation == "sdpa"
     (ids,) = prompts(40)
