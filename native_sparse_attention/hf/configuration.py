@@ -48,11 +48,6 @@ FIXED: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def free_settings(decided: Iterable[str]) -> dict[str, Any]:
-    """The settings of an `NSAConfig` by name, with their defaults, but for those `decided`."""
-    return {name: value for name, value in USUAL.items() if name not in {*NO_SIZES, *decided}}
-
-
 def layer_config(
     user: Any,
     settings: Mapping[str, Any],
@@ -109,12 +104,11 @@ def dense_limit(settings: Mapping[str, Any]) -> int:
 FORM = "one-softmax"
 # settings of a layer that the configuration has under names of its own, and tile sizes, which
 # belong to a machine
-SETTINGS = free_settings(
-    (
-        "kv_heads", "causal", "norm", "qkv_bias", "out_bias", "qk_norm", "qk_norm_eps",
-        "block_sizes",
-    )
-)  # fmt: skip
+DECIDED = {
+    "dim", "dim_head", "heads", "kv_heads", "causal", "norm", "qkv_bias", "out_bias", "qk_norm",
+    "qk_norm_eps", "block_sizes",
+}  # fmt: skip
+SETTINGS = {name: value for name, value in USUAL.items() if name not in DECIDED}
 # those that a layer of dense attention has too
 DENSE_SETTINGS = (
     "compress_block_size", "compress_block_sliding_stride", "selection_block_size", "scale",

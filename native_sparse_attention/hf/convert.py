@@ -25,7 +25,8 @@ from ..gate import GateLinear
 from ..initialization import assign
 from .attention import check_model
 from .configuration import CONVERTED_KEY as KEY
-from .configuration import NAME, free_settings, kept_settings, layer_config
+from .configuration import NAME, kept_settings, layer_config
+from .configuration import SETTINGS as NATIVE_SETTINGS
 from .modeling import NSAAttention
 
 Model = TypeVar("Model")
@@ -41,12 +42,8 @@ FAMILIES = [
 ]  # fmt: skip
 
 # all settings but those that the model decides, or that have one form
-SETTINGS = free_settings(
-    (
-        "kv_heads", "causal", "norm", "qkv_bias", "out_bias", "qk_norm", "qk_norm_eps", "scale",
-        "soft_cap", "attention_sinks", "compress_mlp_expand_factor", "block_sizes",
-    )
-)  # fmt: skip
+FIXED = {"scale", "soft_cap", "attention_sinks", "compress_mlp_expand_factor"}
+SETTINGS = {name: value for name, value in NATIVE_SETTINGS.items() if name not in FIXED}
 # one softmax over initial, local and ranked blocks: tokens rank by learned queries and keys
 ONE_SOFTMAX: dict[str, Any] = dict(
     branches=("selected",), importance="index", rank_rotated=True, compress_block_size=1,

@@ -69,14 +69,10 @@ class NSAAttention(nn.Module):
         is_first: bool = True,
     ):
         super().__init__()
-        self.is_causal = True  # of the instance: guards of graphs then follow its dict alone
         self.attention = attention
         self.layer_idx = layer_idx
         self.dropout = dropout
         self.is_first = is_first
-
-    def extra_repr(self) -> str:
-        return f"layer_idx={self.layer_idx}"
 
     def forward(
         self,
@@ -271,8 +267,8 @@ class NSAModel(NSAPreTrainedModel, LlamaModel):
         if not has_cache and attention_mask is None and position_ids is None and x is not None:
             attention_mask = NSAMask(x.shape[1], has_positions=True)  # nothing is packed
         return super().forward(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-            inputs_embeds=inputs_embeds, use_cache=use_cache, **arguments,
+            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds,
+            use_cache=use_cache, **arguments,
         )  # fmt: skip
 
 
