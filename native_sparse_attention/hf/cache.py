@@ -229,11 +229,13 @@ class KVLayer(CacheLayerMixin):
                     f"past_key_values is full: it holds {slots} of {limit} tokens, got {T} more"
                 )
             lengths = self.cache.lengths
-            seen = [slots] * len(lengths) if tokens is None else tokens[:, :slots].sum(1).tolist()
-            if slots and lengths != seen:
+            mask_lengths = (
+                [slots] * len(lengths) if tokens is None else tokens[:, :slots].sum(1).tolist()
+            )
+            if slots and lengths != mask_lengths:
                 raise ValueError(
                     f"attention_mask must show the {lengths} tokens that past_key_values holds of "
-                    f"each sequence, got {seen}: give the mask [B, S] of all tokens so far"
+                    f"each sequence, got {mask_lengths}: give the mask [B, S] of all tokens so far"
                 )
         if mask is None or tokens is None:
             return dict(cache=self.cache)

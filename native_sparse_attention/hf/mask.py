@@ -236,20 +236,20 @@ def nsa_mask(
             tokens = None
     is_plain, is_whole = tokens is None and documents is None, T == S and kv_offset == 0
     is_known = not isinstance(q_offset, Tensor)
-    if local_size is None:  # steps with padding over a cache that `use_sparse_attention` reads all
-        is_drop_in = getattr(config, KEY, None) and not getattr(config, CONVERTED_KEY, None)
-        is_seen = not is_whole and tokens is not None and is_drop_in
-        is_seen = is_seen and dense_limit(drop_in_settings(config)) >= S
+    is_drop_in = getattr(config, KEY, None) and not getattr(config, CONVERTED_KEY, None)
+    if local_size is None:  # padding over a cache that is short enough for dense attention
+        needs_sdpa = not is_whole and tokens is not None and is_drop_in
+        needs_sdpa = needs_sdpa and dense_limit(drop_in_settings(config)) >= S
     elif is_plain:
         if is_whole or (is_known and q_offset + T == kv_offset + S):
             return None
-        is_seen = True
+        needs_sdpa = True
     else:  # a window counts slots, padding between tokens too
-        is_seen = not is_whole
+        needs_sdpa = not is_whole
         if tokens is not None and is_whole and not tracing:
             begins = tokens & ~F.pad(tokens, (1, 0))[:, :-1]
-            is_seen = bool((begins.sum(1) > 1).any())
-    if is_seen:
+            needs_sdpa = bool((begins.sum(1) > 1).any())
+    if needs_sdpa:
         visible = sdpa_mask(
             batch_size=batch_size, q_length=T, kv_length=S, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, device=device,
@@ -263,9 +263,9 @@ def nsa_mask(
         length: Any = torch.as_tensor(q_offset, device=device) + T
         if tokens is not None:
             return NSAMask(length, tokens & (key < length))
-        counts = not tracing and getattr(config, KEY, None) is not None
-        is_past = counts and int(q_offset) >= drop_in_settings(config)["dense_length"]
-        return NSAMask(length, past_dense_length=is_past)
+        is_past = is_drop_in and not tracing
+        is_past = is_past and int(q_offset) >= drop_in_settings(config)["dense_length"]
+        return NSAMask(length, past_dense_length=bool(is_past))
     L = int(q_offset) + T
     if tokens is None:
         return None if L == S else NSAMask(L)
