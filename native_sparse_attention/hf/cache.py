@@ -93,10 +93,7 @@ class SparseLayer(DynamicLayer):
         if store is None or is_moved or store.shape[2] < total:
             capacity = total + max(SPARE, total // 8)
             with torch.inference_mode(False):  # else no other mode could write
-                store = torch.empty(
-                    *entries.shape[:2], capacity, entries.shape[3],
-                    dtype=entries.dtype, device=entries.device,
-                )  # fmt: skip
+                store = new.new_empty(*entries.shape[:2], capacity, entries.shape[3])
             store[:, :, :S] = entries
             self.stores[name] = store
         store[:, :, S:total] = new
