@@ -237,13 +237,6 @@ def union_rule(rows: int, dtype: torch.dtype) -> UnionRule | None:
     return rule if rule and rule.members * rows <= architecture().query_major_rows else None
 
 
-def tiles_per_program(groups: int, members: int, seldom: bool = False) -> int:
-    """Tiles per program, a power of two, where programs skip the groups that unions cover. Most
-    tiles are skipped with `seldom`. Programs with nothing to do take time too."""
-    programs, most = (ENOUGH_PROGRAMS // 2, 8) if seldom else (2 * ENOUGH_PROGRAMS, min(members, 2))
-    return 1 << min(max(1, groups // programs), most).bit_length() - 1
-
-
 def supports_tma(*layouts: Layout) -> bool:
     """Whether the GPU has TMA and can load tensors [B N K D] of all layouts by it."""
     device = layouts[0].device

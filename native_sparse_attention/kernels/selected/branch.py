@@ -29,7 +29,7 @@ from ..common.primitives import EVERYTHING, LOCAL_BLOCKS
 from ..common.reduce import reduce_partials
 from ..flash import flash
 from . import csr, key_major, query_major, union
-from .csr import CSRPlan
+from .csr import CSR
 from .inputs import Inputs
 from .union import Unions
 
@@ -143,39 +143,56 @@ def valid_block_indices(selection: Selection, S: int) -> Tensor:
     return valid
 
 
-class ForwardPlan(NamedTuple):
-    """Plan of the forward over the top-n blocks: key-major by `block_csr`; or query-major, with the
-    groups that have `unions`; or by `shared` unions, and query-major groups with `unions`."""
+class Plan(NamedTuple):
+    """How a pass reads the top-n blocks. Forward: key-major by `block_csr`; or query-major, with
+    the groups that have `unions`; or by `shared` unions, and query-major groups with `unions`.
+    Backward: dk, dv and, if `is_key_major`, dq by `block_csr`, which has a pair per `pair_tokens`
+    tokens, in the kernels of the module `gluon` if it supports the call; otherwise dq is
+    query-major with `unions`."""
 
-    block_csr: CSRPlan | None = None
+    block_csr: CSR | None = None
     unions: Unions | None = None
     shared: Unions | None = None
+    is_key_major: bool = False
+    gluon: Any = None
+    pair_tokens: int = 1
 
     def run(self, selection: Selection) -> None:
-        """Write the CSR or the unions."""
+        """Write the unions and the CSR."""
+        union.write_unions(selection, self.unions, self.shared)
         if self.block_csr is not None:
-            self.block_csr.run(selection.block_indices)
-        else:
-            union.write_unions(selection, self.unions, self.shared)
+            self.block_csr.write(selection.block_indices[:, :: self.pair_tokens].contiguous())
 
 
-def plan_forward(inputs: Inputs) -> ForwardPlan | None:
+def plan_forward(inputs: Inputs) -> Plan | None:
     """Choose the forward's kernels and allocate the workspaces that `run` writes; None if the
     forward is query-major without unions."""
-    q, selection = inputs.q, inputs.selection
+    q, selection, shared = inputs.q, inputs.selection, None
     if not selection.block_indices.numel():
         return None
-    shared = None
     if launch.supports_gluon(q):
         from . import union_sm90
 
         shared = union_sm90.allocate_shared(inputs)
     if shared is None and key_major.is_faster(inputs):
-        return ForwardPlan(csr.allocate_chunks(inputs, "forward", inputs.facts.G))
-    unions = union.allocate_unions(selection, q.shape[2], q.dtype)
+        return Plan(csr.allocate(inputs, "forward", inputs.facts.F.G), is_key_major=True)
+    unions = union.allocate_unions(inputs)
     if shared is not None and unions is not None:
         unions = unions._replace(cost=max(unions.cost, union_sm90.OVERLAPPING))
-    return None if shared is None and unions is None else ForwardPlan(None, unions, shared)
+    return Plan(None, unions, shared) if shared is not None or unions is not None else None
+
+
+def plan_backward(inputs: Inputs) -> Plan:
+    """Choose the backward's kernels and allocate the workspaces that `run` writes."""
+    if not inputs.facts.F.n:
+        return Plan()
+    gluon = key_major.gluon_kernels(inputs)
+    if key_major.is_faster(inputs):
+        rows = key_major.partial_rows(inputs, gluon is not None)
+        return Plan(csr.allocate(inputs, "backward", rows), is_key_major=True, gluon=gluon)
+    pair_tokens = 1 if gluon is None else gluon.pair_tokens(inputs)
+    block_csr = csr.allocate(inputs, "backward", 0, pair_tokens)
+    return Plan(block_csr, union.allocate_unions(inputs), gluon=gluon, pair_tokens=pair_tokens)
 
 
 def forward(
@@ -184,12 +201,12 @@ def forward(
     sinks: Tensor | None,
     combine_inputs: CombineInputs | None,
     norms: Tensor | None,
-    plan: ForwardPlan | None,
+    plan: Plan | None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and natural lse [B T H]. `partial` holds out and lse of the forced blocks and
     sinks, if known; the forward accumulates into them. With `combine_inputs` also writes the
     layer's output. `norms` are the key norms, `plan` is the plan, which has run."""
-    q, v, has_topn = inputs.q, inputs.v, inputs.facts.n > 0
+    q, v, has_topn = inputs.q, inputs.v, inputs.facts.F.n > 0
     forced = forced_blocks(inputs) if partial is None else None
     if forced is not None:
         partial = flash.forward(q, scale=inputs.scale, sinks=sinks, **forced)[:2]
@@ -201,9 +218,9 @@ def forward(
             outs = [combine_inputs.cmp, partial[0], combine_inputs.win]
             combine.forward(outs, combine_inputs.gates, combine_inputs.out)
         return partial
-    plan = plan or ForwardPlan()
+    plan = plan or Plan()
     if plan.block_csr is not None:
-        return key_major.forward(inputs, plan.block_csr.chunks, partial, combine_inputs)
+        return key_major.forward(inputs, plan.block_csr, partial, combine_inputs)
     if plan.shared is None:
         return query_major.forward(inputs, partial, plan.unions, None, norms, combine_inputs)
     from . import union_sm90
@@ -241,56 +258,27 @@ def forced_backward_kv(inputs: Inputs, bwd: BackwardInputs) -> tuple[Tensor, Ten
     return reduce_partials(partials, k, v)
 
 
-class BackwardPlan(NamedTuple):
-    """Plan of the backward over the top-n blocks: dk, dv and, if `is_key_major`, dq by `block_csr`,
-    which has a pair per `pair_tokens` tokens; otherwise dq is query-major with `unions`."""
-
-    is_key_major: bool
-    unions: Unions | None = None
-    block_csr: CSRPlan | None = None
-    pair_tokens: int = 1
-
-    def run(self, selection: Selection) -> None:
-        """Write the unions and the CSR."""
-        union.write_unions(selection, self.unions)
-        if self.block_csr is not None:
-            self.block_csr.run(selection.block_indices[:, :: self.pair_tokens].contiguous())
-
-
-def plan_backward(inputs: Inputs) -> BackwardPlan:
-    """Choose the backward's kernels and allocate the workspaces that `run` writes."""
-    q, selection = inputs.q, inputs.selection
-    if not selection.block_indices.shape[-1]:
-        return BackwardPlan(False)
-    if key_major.is_faster(inputs):
-        return BackwardPlan(True, block_csr=key_major.allocate_backward(inputs, has_dq=True))
-    unions = union.allocate_unions(selection, q.shape[2], q.dtype)
-    pair_tokens = key_major.pair_tokens(inputs)
-    block_csr = key_major.allocate_backward(inputs, has_dq=False, pair_tokens=pair_tokens)
-    return BackwardPlan(False, unions, block_csr, pair_tokens)
-
-
 def topn_backward_q(
-    inputs: Inputs, bwd: BackwardInputs, dq: Accumulator, plan: BackwardPlan
+    inputs: Inputs, bwd: BackwardInputs, dq: Accumulator, plan: Plan
 ) -> Tensor | None:
     """Accumulates query-major dq of the top-n blocks. Returns the gates' gradient or None."""
-    selection = inputs.selection
     if plan.is_key_major:
         return None
-    if not selection.block_indices.shape[-1]:
-        return None if selection.gates is None else torch.zeros_like(selection.gates)
+    if not inputs.facts.F.n:
+        gates = inputs.selection.gates
+        return None if gates is None else torch.zeros_like(gates)
     return query_major.backward_q(inputs, bwd, dq, plan.unions)
 
 
 def topn_backward_kv(
-    inputs: Inputs, bwd: BackwardInputs, dk: Tensor, dv: Tensor, dq: Accumulator, plan: BackwardPlan
+    inputs: Inputs, bwd: BackwardInputs, dk: Tensor, dv: Tensor, dq: Accumulator, plan: Plan
 ) -> None:
     """Accumulates dk and dv of the top-n blocks, in float32; with a key-major plan also dq."""
     if plan.block_csr is not None:
+        key_major_dq = dq if plan.is_key_major else None
         key_major.backward(
-            inputs, bwd, plan.block_csr.chunks, dk, dv, dq if plan.is_key_major else None,
-            plan.pair_tokens,
-        )  # fmt: skip
+            inputs, bwd, plan.block_csr, dk, dv, key_major_dq, plan.gluon, plan.pair_tokens
+        )
 
 
 def backward(inputs: Inputs, bwd: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

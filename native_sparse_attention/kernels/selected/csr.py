@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import namedtuple
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -28,41 +29,24 @@ from ..common.launch import cdiv
 from ..common.precompile import launcher
 from .inputs import Inputs
 
-# pairs of a split, at least and per block; pairs counted at once; pairs scattered at once; blocks
-# and splits scanned at once
-SPLIT_PAIRS, SPLIT_PER_BLOCK, COUNT_PAIRS, SCATTER_PAIRS, SCAN_SHAPE = 1024, 4, 64, 1024, (32, 64)
+# pairs of a split, at least and per block; pairs counted at once; pairs scattered at once
+SPLIT_PAIRS, SPLIT_PER_BLOCK, COUNT_PAIRS, SCATTER_PAIRS = 1024, 4, 64, 1024
 # warps of a program that counts
 COUNT_WARPS = 1
-# blocks whose work tiles are sorted at once; length classes of work tiles shorter than tile_pairs
-TILE_BLOCKS, CLASSES = 512, 8
-LENGTHS = ["T", "C", "length", "heads", "tokens", "splits", "B", "blocks", "capacity", "max_tiles"]
+# blocks whose work tiles are sorted at once, splits whose counts are added at once, and length
+# classes of work tiles shorter than tile_pairs
+TILE_BLOCKS, TILE_SPLITS, CLASSES = 512, 16, 8
+LENGTHS = [
+    "T", "C", "length", "heads", "tokens", "splits", "B", "blocks", "capacity",
+    "max_tiles",
+]  # fmt: skip
 
 # compile-time settings of the kernels over splits: numbers of head groups, KV heads and slots
 Settings = namedtuple("Settings", "R K n")
-# argument group of the kernels over work tiles: tensors of a `BlockCSR`
+# argument group of the kernels over work tiles: all pairs, first pair of each block, block and
+# number within its block of each work tile, and first partial of each block. A block past the last
+# one marks a work tile without pairs
 Pairs = namedtuple("Pairs", "pairs offsets owner ordinals partial_offsets")
-
-
-@dataclass(frozen=True)
-class BlockCSR:
-    """Pairs of a chunk, sorted by block. Blocks have numbers (b heads + h - head) C + c."""
-
-    first: int  # token
-    length: int  # tokens
-    head: int  # the first KV head
-    heads: int  # KV heads
-    pairs: Tensor  # of all chunks, each with capacity for its largest number
-    pair_indices: Tensor  # [B T R n], index of a slot's pair in its chunk; -1 for an empty slot
-    offsets: Tensor  # [blocks + 1], first pair of each block
-    owner: Tensor  # [work tiles], block of each work tile; `blocks` past the last one
-    ordinals: Tensor  # [work tiles], number of each work tile within its block
-    partial_offsets: Tensor  # [blocks + 1], first partial of a block; one per work tile if several
-    tile_pairs: int  # pairs of a work tile, at most
-    num_partials: int  # upper bound of the last partial offset
-
-    @property
-    def group(self) -> Pairs:
-        return Pairs(self.pairs, self.offsets, self.owner, self.ordinals, self.partial_offsets)
 
 
 @triton.jit
@@ -126,41 +110,33 @@ def nsa_csr_count(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def nsa_csr_scan(
-    split_counts, block_counts, C, splits, BLOCKS: tl.constexpr, SPLITS: tl.constexpr
-):  # fmt: skip
-    """One program: some blocks of a line. Replaces each split's counts by their exclusive prefix
-    sum over splits, and writes the sums over all splits."""
-    line = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    block_count = tl.zeros([BLOCKS], tl.int32)
-    for first in range(0, splits, SPLITS):
-        split = first + tl.arange(0, SPLITS)
-        at = split_counts + (line * splits + split)[:, None] * C + c[None]
-        valid = (split < splits)[:, None] & (c < C)[None]
-        split_count = tl.load(at, mask=valid, other=0)
-        tl.store(at, block_count[None] + tl.cumsum(split_count, 0) - split_count, mask=valid)
-        block_count += tl.sum(split_count, 0)
-    tl.store(block_counts + line * C + c, block_count, mask=c < C)
-
-
-@triton.jit(do_not_specialize=LENGTHS)
 def nsa_csr_work_tiles(
-    block_counts, offsets, partial_offsets, owner, ordinals, blocks, tile_pairs, capacity,
-    max_tiles, BLOCKS: tl.constexpr, CLASSES: tl.constexpr, LONGEST: tl.constexpr,
+    split_counts, offsets, partial_offsets, owner, ordinals, C, splits, blocks, tile_pairs,
+    capacity, max_tiles, BLOCKS: tl.constexpr, SPLITS: tl.constexpr, CLASSES: tl.constexpr,
+    LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """One program: a chunk of at most `capacity` pairs. Writes offsets, partial offsets and work
-    tiles: by block or, with LONGEST, the longest first within every BLOCKS blocks."""
+    """One program: a chunk of at most `capacity` pairs. Replaces each split's counts by their
+    exclusive prefix sums over splits. Writes offsets, partial offsets and work tiles: by block or,
+    with LONGEST, the longest first within every BLOCKS blocks."""
     chunk = tl.program_id(0).to(tl.int64)
     begin, partials, work_tiles = chunk * capacity, tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     line = chunk * offsets_stride(blocks)
-    block_counts += chunk * blocks
+    split_counts += chunk * blocks * splits
     owner += chunk * max_tiles
     ordinals += chunk * max_tiles
     for first in range(0, blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
         real = block < blocks
-        block_count = tl.load(block_counts + block, mask=real, other=0)
+        # counts have the shape [lines, splits, C]
+        first_count = block // C * C * splits + block % C
+        block_count = tl.zeros([BLOCKS], tl.int32)
+        for first_split in range(0, splits, SPLITS):
+            split = first_split + tl.arange(0, SPLITS)
+            at = split_counts + first_count[None] + split[:, None] * C
+            counted = (split < splits)[:, None] & real[None]
+            count = tl.load(at, mask=counted, other=0)
+            tl.store(at, block_count[None] + tl.cumsum(count, 0) - count, mask=counted)
+            block_count += tl.sum(count, 0)
         num_tiles = tl.cdiv(block_count, tile_pairs)
         block_partials = tl.where(num_tiles > 1, num_tiles, 0)
         tl.store(offsets + line + block, begin + tl.cumsum(block_count, 0) - block_count, mask=real)
@@ -223,93 +199,83 @@ def nsa_csr_scatter(
         tl.store(ranks + pair, (index - origin).to(tl.int32), mask=valid)
 
 
-@dataclass(frozen=True)
-class CSRPlan:
-    """Workspaces for the CSR of block indices [B T R n], by chunks."""
+class Chunk(NamedTuple):
+    """`length` tokens from `first` on, KV heads from `head` on, and their pairs. Blocks of a chunk
+    have numbers (b heads + h - head) C + c."""
 
-    chunks: list[BlockCSR]
-    ranks: Tensor  # [B T R n]; pair indices after the last kernel
-    split_counts: Tensor  # [chunks lines, splits, C]
-    block_counts: Tensor  # [chunks, blocks]
-    offsets: Tensor  # of all chunks, as the following
-    partial_offsets: Tensor
-    owner: Tensor
-    ordinals: Tensor
-    pairs: Tensor
-    num_heads: int
-    tokens: int  # of a split
-    longest: bool  # sort work tiles by length within every TILE_BLOCKS blocks
+    first: int
+    length: int
+    head: int
+    csr: Pairs
 
-    def run(self, block_indices: Tensor) -> list[BlockCSR]:
+
+class CSR:
+    """The CSR of block indices [B T R n], unwritten, with B x num_heads x num_blocks blocks, in
+    chunks of `length` tokens and `heads` KV heads, a divisor of `num_heads`. Work tiles are sorted
+    by block, or the `longest` first."""
+
+    def __init__(
+        self,
+        block_indices: Tensor,
+        num_heads: int,
+        num_blocks: int,
+        tile_pairs: int,
+        length: int,
+        heads: int,
+        longest: bool = False,
+    ) -> None:
+        B, T, R, n = block_indices.shape
+        self.num_heads, self.tile_pairs, self.longest = num_heads, tile_pairs, longest
+        self.length, self.heads, self.blocks = length, heads, B * heads * num_blocks
+        chunks, token_pairs = num_heads // heads * cdiv(T, length), R // num_heads * n
+        self.capacity = B * heads * min(length, T) * token_pairs  # pairs of a chunk, at most
+        full_tiles = self.capacity // tile_pairs
+        # partials of a chunk, at most: one per work tile of a block with several
+        self.num_partials = full_tiles + min(self.blocks, full_tiles)
+        # rows start at multiples of 16 bytes for any length: one compiled kernel
+        self.max_tiles = cdiv(full_tiles + min(self.blocks, self.capacity), 4) * 4
+        self.split = max(max(SPLIT_PAIRS, SPLIT_PER_BLOCK * num_blocks) // token_pairs, 1)  # tokens
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return block_indices.new_empty(shape, dtype=dtype)
+
+        wide = torch.int64 if chunks * self.capacity >= 1 << 31 else torch.int32
+        self.pairs = empty(chunks * self.capacity, dtype=wide)
+        # index of a slot's pair in its chunk, -1 for an empty slot; first the rank in its split
+        self.pair_indices = empty(*block_indices.shape)
+        self.split_counts = empty(chunks * B * heads, cdiv(length, self.split), num_blocks)
+        self.offsets, self.partial_offsets = (
+            empty(chunks, (self.blocks // 2 + 1) * 2, dtype=torch.int64) for _ in range(2)
+        )
+        self.owner, self.ordinals = (empty(chunks, self.max_tiles) for _ in range(2))
+
+    def chunks(self) -> Iterator[Chunk]:
+        T = self.pair_indices.shape[1]
+        starts = product(range(0, self.num_heads, self.heads), range(0, T, self.length))
+        tables = self.offsets, self.owner, self.ordinals, self.partial_offsets
+        for (head, first), *rows in zip(starts, *tables, strict=True):
+            yield Chunk(first, min(self.length, T - first), head, Pairs(self.pairs, *rows))
+
+    def write(self, block_indices: Tensor) -> None:
         """Writes the CSR of contiguous block indices."""
         B, T, R, n = block_indices.shape
         lines, splits, C = self.split_counts.shape
-        (chunks, blocks), first = self.block_counts.shape, self.chunks[0]
-        sizes = (T, C, first.length, first.heads, self.tokens, splits, B)
+        sizes = (T, C, self.length, self.heads, self.split, splits, B)
         settings = Settings(R, self.num_heads, n)
         launcher(nsa_csr_count, (lines, splits))(
-            block_indices, self.ranks, self.split_counts, *sizes, settings, BLOCK=COUNT_PAIRS,
-            num_warps=COUNT_WARPS, num_stages=1,
+            block_indices, self.pair_indices, self.split_counts, *sizes, settings,
+            BLOCK=COUNT_PAIRS, num_warps=COUNT_WARPS, num_stages=1,
         )  # fmt: skip
-        launcher(nsa_csr_scan, (lines, cdiv(C, SCAN_SHAPE[0])))(
-            self.split_counts, self.block_counts, C, splits, BLOCKS=SCAN_SHAPE[0],
-            SPLITS=SCAN_SHAPE[1], num_stages=1,
-        )  # fmt: skip
-        launcher(nsa_csr_work_tiles, (chunks,))(
-            self.block_counts, self.offsets, self.partial_offsets, self.owner, self.ordinals,
-            blocks, first.tile_pairs, len(self.pairs) // chunks, self.owner.shape[1],
-            BLOCKS=TILE_BLOCKS, CLASSES=CLASSES, LONGEST=self.longest, num_warps=8, num_stages=1,
+        launcher(nsa_csr_work_tiles, (len(self.offsets),))(
+            self.split_counts, self.offsets, self.partial_offsets, self.owner, self.ordinals,
+            C, splits, self.blocks, self.tile_pairs, self.capacity, self.max_tiles,
+            BLOCKS=TILE_BLOCKS, SPLITS=TILE_SPLITS, CLASSES=CLASSES, LONGEST=self.longest,
+            num_warps=16, num_stages=1,
         )  # fmt: skip
         launcher(nsa_csr_scatter, (lines, splits))(
-            block_indices, self.ranks, self.split_counts, self.offsets, self.pairs, *sizes,
+            block_indices, self.pair_indices, self.split_counts, self.offsets, self.pairs, *sizes,
             settings, BLOCK=SCATTER_PAIRS,
         )  # fmt: skip
-        return self.chunks
-
-
-def allocate(
-    block_indices: Tensor,
-    num_heads: int,
-    num_blocks: int,
-    tile_pairs: int,
-    length: int,
-    heads: int,
-    longest: bool = False,
-) -> CSRPlan:
-    """Workspaces for the CSR of B x num_heads x num_blocks blocks, in chunks of `length` tokens and
-    `heads` KV heads, a divisor of `num_heads`. Sorts work tiles by block, or `longest` first."""
-    B, T, R, n = block_indices.shape
-    lines, blocks = B * heads, B * heads * num_blocks
-    starts = [(token, head) for head in range(0, num_heads, heads) for token in range(0, T, length)]
-    chunks, pairs_per_token = len(starts), R // num_heads * n
-    tokens = max(max(SPLIT_PAIRS, SPLIT_PER_BLOCK * num_blocks) // pairs_per_token, 1)
-    pairs_per_chunk = lines * min(length, T) * pairs_per_token
-    full_tiles = pairs_per_chunk // tile_pairs
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return block_indices.new_empty(shape, dtype=dtype)
-
-    # rows start at multiples of 16 bytes for any length: one compiled kernel
-    max_tiles = cdiv(full_tiles + min(blocks, pairs_per_chunk), 4) * 4
-    num_offsets = (blocks // 2 + 1) * 2
-    offsets, partial_offsets = (empty(chunks, num_offsets, dtype=torch.int64) for _ in range(2))
-    owner, ordinals = (empty(chunks, max_tiles) for _ in range(2))
-    wide = chunks * pairs_per_chunk >= 1 << 31
-    pairs = empty(chunks * pairs_per_chunk, dtype=torch.int64 if wide else torch.int32)
-    ranks = empty(*block_indices.shape)
-    block_csrs = [
-        BlockCSR(
-            token, min(length, T - token), head, heads, pairs, ranks, offsets[i, : blocks + 1],
-            owner[i], ordinals[i], partial_offsets[i, : blocks + 1], tile_pairs,
-            num_partials=full_tiles + min(blocks, full_tiles),
-        )
-        for i, (token, head) in enumerate(starts)
-    ]  # fmt: skip
-    return CSRPlan(
-        block_csrs, ranks, empty(chunks * lines, cdiv(length, tokens), num_blocks),
-        empty(chunks, blocks), offsets, partial_offsets, owner, ordinals, pairs, num_heads, tokens,
-        longest,
-    )  # fmt: skip
 
 
 class Budget(NamedTuple):
@@ -335,13 +301,13 @@ MIN_DQ_TILE_ROWS = 4096
 MAX_FORWARD_TILE_ROWS = 1024
 
 
-def allocate_chunks(inputs: Inputs, kernel: str, pair_rows: int, pair_tokens: int = 1) -> CSRPlan:
-    """Workspaces of the CSR for `kernel` "forward" or "backward", in chunks whose partial results
+def allocate(inputs: Inputs, kernel: str, pair_rows: int, pair_tokens: int = 1) -> CSR:
+    """The unwritten CSR for `kernel` "forward" or "backward", in chunks whose partial results
     of `pair_rows` rows a pair take the memory of BUDGETS; one chunk without partial results. The
     CSR has the block indices of every `pair_tokens`-th token."""
     block_indices = inputs.selection.block_indices[:, ::pair_tokens]
-    (B, T, R, n), K, blocks = block_indices.shape, inputs.facts.K, inputs.facts.C
-    groups = inputs.facts.G * pair_tokens
+    (B, T, R, n), K, blocks = block_indices.shape, inputs.facts.F.K, inputs.facts.C
+    groups = inputs.facts.F.G * pair_tokens
     heads, tokens = K, T
     if pair_rows:
         ratio, min_tokens, max_ratio = launch.row(BUDGETS[kernel], groups)
@@ -359,7 +325,7 @@ def allocate_chunks(inputs: Inputs, kernel: str, pair_rows: int, pair_tokens: in
     tile_pairs = max(max_tile_rows // groups, 1)
     # the forward's work tiles are short, and sorted by block they reuse the cache
     longest = kernel == "backward"
-    return allocate(block_indices, K, blocks, tile_pairs, length, heads, longest)
+    return CSR(block_indices, K, blocks, tile_pairs, length, heads, longest)
 
 
 def chunk_heads(num_heads: int, max_heads: int, blocks: int) -> int:

@@ -13,10 +13,8 @@ transposed, in shared memory; the same buffer then holds dq until it is written.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import namedtuple
-from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -42,8 +40,8 @@ from ..common.gluon_sm90 import (
 )
 from ..common.launch import BackwardInputs, cdiv, next_power_of_2
 from ..common.precompile import launcher
-from .csr import BlockCSR
-from .inputs import Facts, Inputs, strides
+from .csr import CSR, Chunk
+from .inputs import Gradients, Inputs, settings
 
 CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(64)  # of a block
@@ -58,18 +56,12 @@ STAGES, REGISTERS = 2, 240
 # one compiled kernel for all lengths
 LENGTHS = ["T", "S", "C", "BLOCKS", "tile_pairs", "num_tiles", "head"]
 
-# compile-time settings. A chunk has HEADS of K KV heads; with BY_ROW threads copy rows of pairs
-Settings = namedtuple(
-    "Settings", "K HEADS R n G GROUP TOKENS STAGES GATED DQ BY_ROW REGISTERS PAIR_ROWS PAIRS"
-)
 # the work tiles of a launch (`csr.Pairs`), and their sizes
 Work = namedtuple("Work", "csr tile_pairs num_tiles C BLOCKS head T S")
 # of both consumers: keys and values of their blocks, and the barrier of these
 Block = namedtuple("Block", "k v bar")
 # stages of both consumers: q, d_out, lse and delta of tiles, and their barriers
 Ring = namedtuple("Ring", "q d_out lse delta full")
-# dk, dv and their partials
-Gradients = namedtuple("Gradients", "dk dv partial_dk partial_dv")
 
 
 @gluon.jit
@@ -340,7 +332,7 @@ def nsa_selected_bwd_key_major_sm90(
 def is_supported(inputs: Inputs) -> bool:
     """Whether the kernel supports a call; never with a tile config of the caller or with
     `launch.using({"key_major_sm90": False})`."""
-    q, G, allowed = inputs.q, inputs.facts.G, launch.override.get("key_major_sm90", True)
+    q, G, allowed = inputs.q, inputs.facts.F.G, launch.override.get("key_major_sm90", True)
     if not allowed or launch.requested_sizes("key_major.backward") or not launch.supports_gluon(q):
         return False
     if ROWS.value < G or not 0 < inputs.selection.block_indices.numel() < 1 << 31:
@@ -354,49 +346,36 @@ def is_supported(inputs: Inputs) -> bool:
 def pair_tokens(inputs: Inputs) -> int:
     """Neighbouring tokens of one pair: they share their block indices and fit in a tile. 1 if they
     are not aligned to token 0, or have fewer than MIN_BOX_ROWS rows."""
-    selection, rows = inputs.selection, next_power_of_2(inputs.facts.G)
-    if selection.starts is not None:
+    at, rows = inputs.facts, next_power_of_2(inputs.facts.F.G)
+    if at.F.RAGGED:
         return 1
-    tokens = math.gcd(selection.stride, selection.start, inputs.q.shape[1], ROWS.value // rows)
+    tokens = math.gcd(at.F.stride, inputs.selection.start, at.T, ROWS.value // rows)
     return tokens if tokens * rows >= MIN_BOX_ROWS else 1
-
-
-@functools.lru_cache(maxsize=256)
-def plan(facts: Facts, heads: int, tokens: int, has_dq: bool, gated: bool) -> Any:
-    """The compile-time settings of a launch over chunks of `heads` KV heads."""
-    group = next_power_of_2(facts.G)
-    rows = tokens * group
-    return Settings(
-        K=facts.K, HEADS=heads, R=facts.R, n=facts.n, G=facts.G, GROUP=group, TOKENS=tokens,
-        STAGES=STAGES, GATED=gated, DQ=has_dq, BY_ROW=rows < MIN_BOX_ROWS, REGISTERS=REGISTERS,
-        PAIR_ROWS=rows, PAIRS=ROWS.value // rows,
-    )  # fmt: skip
 
 
 def backward(
     inputs: Inputs,
     bwd: BackwardInputs,
-    dk: Tensor,
-    dv: Tensor,
-    partials: list[Tensor],
+    gradients: Gradients,
     partial_dq: Tensor | None,
-    block_csr: BlockCSR,
+    csr: CSR,
+    chunk: Chunk,
     tokens: int,
 ) -> None:
     """Like `nsa_selected_bwd_key_major`: adds to dk and dv or writes partial dk and dv. Writes
     partial dq [pairs G, D]. Pairs of several `tokens` have no partial dq."""
-    q, k, v, facts = inputs.q, inputs.k, inputs.v, inputs.facts
-    F = plan(facts, block_csr.heads, tokens, partial_dq is not None, bwd.gated)
-    num_tiles, box = len(block_csr.owner), [1, KEYS.value, 1, facts.D]
-    q_argument: Any = (q, bwd.d_out)
-    if not F.BY_ROW:
-        q_argument = (launch.gluon_box(t, [1, tokens, F.GROUP, WIDTH.value]) for t in q_argument)
-    q_argument, do_argument = q_argument
-    launcher(nsa_selected_bwd_key_major_sm90, (cdiv(num_tiles, 2),))(
-        q=q_argument, k=launch.gluon_box(k, box), v=launch.gluon_box(v, box), d_out=do_argument,
-        strides=strides(q), lse=bwd.lse, delta=bwd.delta, partial_dq=partial_dq,
-        gradients=Gradients(dk, dv, *partials), csr=block_csr.group,
-        tile_pairs=block_csr.tile_pairs, num_tiles=num_tiles, head=block_csr.head, T=facts.T,
-        S=facts.S, C=facts.C, BLOCKS=facts.B * block_csr.heads * facts.C, scale=inputs.scale, F=F,
+    at, F, group = inputs.facts, inputs.facts.F, next_power_of_2(inputs.facts.F.G)
+    F = settings(
+        F, HEADS=csr.heads, GROUP=group, TOKENS=tokens, STAGES=STAGES, GATED=bwd.gated,
+        DQ=partial_dq is not None, BY_ROW=tokens * group < MIN_BOX_ROWS, REGISTERS=REGISTERS,
+        PAIR_ROWS=tokens * group, PAIRS=ROWS.value // (tokens * group),
+    )  # fmt: skip
+    box, q_box = [1, KEYS.value, 1, F.D], [1, tokens, group, WIDTH.value]
+    q, d_out = (t if F.BY_ROW else launch.gluon_box(t, q_box) for t in (inputs.q, bwd.d_out))
+    launcher(nsa_selected_bwd_key_major_sm90, (cdiv(csr.max_tiles, 2),))(
+        q=q, k=launch.gluon_box(inputs.k, box), v=launch.gluon_box(inputs.v, box), d_out=d_out,
+        strides=inputs.q.stride()[:3], lse=bwd.lse, delta=bwd.delta, partial_dq=partial_dq,
+        gradients=gradients, csr=chunk.csr, tile_pairs=csr.tile_pairs, num_tiles=csr.max_tiles,
+        head=chunk.head, T=at.T, S=at.S, C=at.C, BLOCKS=csr.blocks, scale=inputs.scale, F=F,
         num_warps=4,
     )  # fmt: skip

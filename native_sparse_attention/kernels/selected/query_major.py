@@ -10,15 +10,14 @@ another launch reads the other groups.
 from __future__ import annotations
 
 import functools
-from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common import launch, streams
+from ..common import launch
 from ..common.launch import (
     LOG2_E,
     Accumulator,
@@ -41,7 +40,7 @@ from ..common.primitives import (
     store_rows,
     store_softmax,
 )
-from .inputs import Backward, Facts, Inputs, combine_group, strides
+from .inputs import Backward, Facts, Inputs, combine_group, settings
 from .union import Unions
 
 LENGTHS = ["T", "S", "start", "groups"]
@@ -49,43 +48,26 @@ LENGTHS = ["T", "S", "start", "groups"]
 # rows of a tile from which the kernel subtracts the row bound rather than the running maximum
 BOUNDED_ROWS = 64
 
-# compile-time settings of both kernels. A line of block indices, or a union, has n slots. A tile
-# has TOKENS tokens; a group has MEMBERS members of `stride` tokens; a program has STEP tiles
-Settings = namedtuple(
-    "Settings",
-    "K R G n s stride D E BLOCK_D BLOCK_E BLOCK_M BLOCK_N BLOCK_S SLOTS TOKENS MEMBERS UNION STEP "
-    "TMA RAGGED DIAGONAL ENDS CAP GATES WHOLE POSITIVE BOUNDED ADD COMBINE GATED FLIPPED",
-)
-
 
 @triton.jit
-def program_tiles(index, start, T, groups, F: tl.constexpr):
-    """Batch row, head group and KV head of a program; their line in block indices; position of the
-    first token; first tile and one past the last. `index.counts` are the sizes of the unions, 0 for
-    a group without one. With UNION a program has STEP unions, otherwise STEP tiles of a group
-    without a union."""
-    program, br, _programs, _brs = grid_position(F.FLIPPED)
+def tile_position(index, start, groups, F: tl.constexpr):
+    """This program's tile, batch row, head group and KV head; position of the first token; and
+    whether the launch reads the tile. `index.counts` are the sizes of the unions, 0 for a group
+    without one: with UNION a tile is a union, otherwise it belongs to a group without one."""
+    tile, br, _tiles, _brs = grid_position(F.FLIPPED)
     b, r = (br // F.R).to(tl.int64), (br % F.R).to(tl.int64)
-    h = r * F.K // F.R
     if F.RAGGED:
         start = tl.load(index.starts + b).to(tl.int32)
-    line = b * F.R + r
-    first = program * F.STEP
-    if F.MEMBERS == 1:
-        end = first + 1
-    elif F.UNION:
-        group = first + tl.arange(0, F.STEP)
-        count = tl.load(index.counts + line * groups + group, mask=group < groups, other=0)
-        end = tl.where(tl.max(count, 0) > 0, tl.minimum(first + F.STEP, groups), first)
-    else:
-        count = tl.load(index.counts + line * groups + first // F.MEMBERS)
-        end = tl.minimum(first + F.STEP, tl.cdiv(T + start % F.stride, F.TOKENS))
-        end = tl.where(count > 0, first, end)
-    return b, r, h, line, start, first, end
+    is_read = True
+    if F.MEMBERS > 1:
+        group = tile if F.UNION else tile // F.MEMBERS
+        count = tl.load(index.counts + (b * F.R + r) * groups + group)
+        is_read = (count > 0) == F.UNION
+    return tile, b, r, r * F.K // F.R, start, is_read
 
 
 @triton.jit
-def load_tile(q, index, b, r, line, tile, start, T, groups, F: tl.constexpr):
+def load_tile(q, index, b, r, tile, start, T, groups, F: tl.constexpr):
     """Queries of a tile, which starts at an aligned group: token, head, row of [B T H], validity
     and document's end of each; pointer to the tile's blocks and their number: of the union, or of
     the block indices up to the last valid one."""
@@ -93,14 +75,12 @@ def load_tile(q, index, b, r, line, tile, start, T, groups, F: tl.constexpr):
     i = tl.arange(0, F.BLOCK_M)
     token = first + i // F.G
     real = (i < F.TOKENS * F.G) & (token >= 0) & (token < T)
-    g = i % F.G
-    # a token that has the tile's block indices
-    index_token = tl.minimum(tl.maximum(first, 0), T - 1)
     if F.UNION:
-        blocks = index.blocks + (line * groups + tile) * F.n
-        length = tl.load(index.counts + line * groups + tile)
-        real = tl.where(real, length, 0) > 0  # no group without a union
+        group = (b * F.R + r) * groups + tile
+        blocks, length = index.blocks + group * F.n, tl.load(index.counts + group)
     else:
+        # a token that has the tile's block indices
+        index_token = tl.minimum(tl.maximum(first, 0), T - 1)
         blocks = index.blocks + ((b * T + index_token) * F.R + r) * F.n
         slot = tl.arange(0, F.SLOTS)
         c = tl.load(blocks + slot, mask=slot < F.n, other=-1)
@@ -108,7 +88,7 @@ def load_tile(q, index, b, r, line, tile, start, T, groups, F: tl.constexpr):
     ends = token
     if F.ENDS:
         ends = tl.load(index.doc_last + b * T + token, mask=real, other=0)
-    head = r * F.G + g
+    head = r * F.G + i % F.G
     row = (b * T + token) * (F.R * F.G) + head
     offsets = b * q.b + token.to(tl.int64) * q.n + head * q.h
     q_tile = load_rows(q.ptr, offsets, F.D, F.BLOCK_D, real)
@@ -131,41 +111,46 @@ def tile_keys(k, v, k_strides, v_strides, b, h, blocks, j0, n, S, F: tl.constexp
     # interpreter
     key0, valid = c * F.s + j0 % F.BLOCK_S, (key >= 0) & (j % F.BLOCK_S < F.s) & (key < S)
     k_tile = load_keys(
-        k, b, h, key, key0, valid, k_strides.b, k_strides.n, k_strides.h, F.D, F.BLOCK_D, F.TMA
+        k, b, h, key, key0, valid, k_strides[0], k_strides[1], k_strides[2], F.D, F.BLOCK_D, F.TMA
     )
     v_tile = load_keys(
-        v, b, h, key, key0, valid, v_strides.b, v_strides.n, v_strides.h, F.E, F.BLOCK_E, F.TMA
+        v, b, h, key, key0, valid, v_strides[0], v_strides[1], v_strides[2], F.E, F.BLOCK_E, F.TMA
     )
     return k_tile, v_tile, key, valid, packed
 
 
 @triton.jit
-def row_bias(packed, F: tl.constexpr):
-    """0 for the rows [M] that see a packed block, else -inf. With UNION a row sees the blocks that
-    its member chose; otherwise all rows see the block unless the index is -1."""
-    if F.UNION:
-        member = tl.arange(0, F.BLOCK_M) // (F.G * F.stride)
-        sees = (((packed >> 32).to(tl.int32) >> member) & 1) != 0
-    else:
-        sees = tl.full([F.BLOCK_M], packed, tl.int32) >= 0
-    return tl.where(sees, 0.0, float("-inf"))
+def visible_keys(valid, key, position, end, F: tl.constexpr):
+    """Mask of the `valid` keys that rows see; all shapes broadcast."""
+    if F.DIAGONAL:
+        valid = valid & (key <= position)
+    if F.ENDS:
+        valid = valid & (key < end)
+    return valid
 
 
 @triton.jit
-def visible_keys(valid, key, packed, position, end, F: tl.constexpr):
-    """Mask [M, N] of the keys that each row sees. With UNION a row sees the blocks that its member
-    chose; with ENDS the keys before the row's `end`."""
-    visible = valid[None]
-    if F.UNION:
-        member = tl.arange(0, F.BLOCK_M) // (F.G * F.stride)
-        members = (packed + tl.zeros_like(key)) >> 32
-        members = members.to(tl.int32)[None] >> member[:, None]
-        visible = visible & ((members & 1) != 0)
-    if F.DIAGONAL:
-        visible = visible & (key[None] <= position[:, None])
-    if F.ENDS:
-        visible = visible & (key[None] < end[:, None])
-    return visible
+def mask_logits(logits, packed, key, valid, position, ends, F: tl.constexpr):
+    """Logits [M, N], -inf for keys that a row does not see, and a bias [M] of rows. With WHOLE a
+    row sees all keys of a packed block or none, and its bias is 0 or -inf. With UNION a row sees
+    the blocks that its member chose."""
+    bias = 0.0
+    member = tl.arange(0, F.BLOCK_M) // (F.G * F.stride)
+    if F.WHOLE:
+        if F.UNION:
+            sees = (((packed >> 32).to(tl.int32) >> member) & 1) != 0
+        else:
+            sees = tl.full([F.BLOCK_M], packed, tl.int32) >= 0
+        bias = tl.where(sees, 0.0, float("-inf"))
+    else:
+        visible = valid[None]
+        if F.UNION:
+            members = (packed + tl.zeros_like(key)) >> 32
+            members = members.to(tl.int32)[None] >> member[:, None]
+            visible = visible & ((members & 1) != 0)
+        visible = visible_keys(visible, key[None], position[:, None], ends[:, None], F)
+        logits = tl.where(visible, logits, float("-inf"))
+    return logits, bias
 
 
 @triton.jit
@@ -182,13 +167,13 @@ def nsa_selected_fwd_query_major(
     q, k, v, k_strides, v_strides, norms, index, out, lse, combine, T, S, start, groups,
     scale_log2, cap, F: tl.constexpr,
 ):  # fmt: skip
-    """One program: STEP tiles of tokens that share block indices, or STEP unions. Reads the tile's
-    blocks. Writes out and lse, with ADD combined with the previous out and lse; with COMBINE also
+    """One program: a tile of tokens that share block indices, or a union. Reads the tile's blocks.
+    Writes out and lse, with ADD combined with the previous out and lse; with COMBINE also
     the layer's output."""
-    b, r, h, line, start, first, end = program_tiles(index, start, T, groups, F)
-    for tile in range(first, end):
+    tile, b, r, h, start, is_read = tile_position(index, start, groups, F)
+    if is_read:
         q_tile, token, head, row, real, ends, blocks, length = load_tile(
-            q, index, b, r, line, tile, start, T, groups, F
+            q, index, b, r, tile, start, T, groups, F
         )
         if F.ADD:
             acc = load_rows(out, row * F.E, F.E, F.BLOCK_E, real).to(tl.float32)
@@ -212,18 +197,14 @@ def nsa_selected_fwd_query_major(
                 k, v, k_strides, v_strides, b, h, blocks, j0, length, S, F
             )
             logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-            unit_scale, bias = scale_log2, 0.0
+            unit_scale = scale_log2
             if F.CAP or F.GATES or not F.POSITIVE:
                 logits, unit_scale = logits * scale_log2, 1.0
             if F.CAP:
                 logits = soft_capped(logits, cap)
             if F.GATES:
                 logits *= slot_gates(index.gates, b * T + token, r, j0, real, F)
-            if F.WHOLE:
-                bias = row_bias(packed, F)
-            else:
-                visible = visible_keys(valid, key, packed, start + token, ends, F)
-                logits = tl.where(visible, logits, float("-inf"))
+            logits, bias = mask_logits(logits, packed, key, valid, start + token, ends, F)
             acc, m, l = scaled_step(
                 logits, unit_scale, bias, v_tile, acc, m, l, large_logits, lse, j0, F.BOUNDED,
                 "ieee",
@@ -245,10 +226,10 @@ def nsa_selected_dq_query_major(
 ):  # fmt: skip
     """One program: like the forward. Writes dq, with ADD adds to dq; with GATES also each head's
     gradient of each slot's gate, [B T H n]."""
-    b, r, h, line, start, first, end = program_tiles(index, start, T, groups, F)
-    for tile in range(first, end):
+    tile, b, r, h, start, is_read = tile_position(index, start, groups, F)
+    if is_read:
         q_tile, token, _head, row, real, ends, blocks, length = load_tile(
-            q, index, b, r, line, tile, start, T, groups, F
+            q, index, b, r, tile, start, T, groups, F
         )
         do_tile = load_rows(bwd.d_out, row * F.E, F.E, F.BLOCK_E, real)
         lse_row = tl.load(bwd.lse + row, mask=real, other=0.0)
@@ -271,13 +252,9 @@ def nsa_selected_dq_query_major(
                 logits2 = logits * weight * 1.4426950408889634
             else:
                 logits2 = product * (scale * 1.4426950408889634)
-            seen_lse = lse_row
-            if F.WHOLE:
-                seen_lse -= row_bias(packed, F)
-            else:
-                visible = visible_keys(valid, key, packed, start + token, ends, F)
-                logits2 = tl.where(visible, logits2, float("-inf"))
+            logits2, bias = mask_logits(logits2, packed, key, valid, start + token, ends, F)
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+            seen_lse = lse_row - bias
             _p, ds = softmax_grad(logits2, 1.0, dp, seen_lse[:, None], delta_row[:, None], F.GATED)
             if F.GATES:
                 gate_grad, first_slot = ds * logits, j0 // F.BLOCK_S
@@ -303,82 +280,67 @@ def nsa_selected_dq_query_major(
         store_rows(dq, row * F.D, acc, F.D, F.BLOCK_D, real)
 
 
-class Plan(NamedTuple):
-    """A launch of either kernel, as plain data."""
-
-    settings: Any
-    grid: tuple[int, ...]
-    num_warps: int
-    num_stages: int
+KERNELS = {"forward": nsa_selected_fwd_query_major, "dq": nsa_selected_dq_query_major}
 
 
 @functools.lru_cache(maxsize=256)
 def plan(
-    kernel: str,
-    facts: Facts,
-    groups: tuple[int, int, int] | None,
-    is_union: bool,
-    *,
-    is_rare: bool = False,
-    has_norms: bool = False,
-    add: bool = False,
-    combine: bool = False,
-    gated: bool = False,
-) -> Plan:
+    kernel: str, facts: Facts, groups: tuple[int, int, int] | None, is_union: bool,
+    has_norms: bool = False, add: bool = False, combine: bool = False, gated: bool = False,
+) -> launch.Plan:  # fmt: skip
     """The launch of "forward" or "dq". With `groups`, the members, number and limit of the unions
-    of a line, it runs the groups that have a union if `is_union`, else the other groups. With
-    `is_rare` few programs have work."""
-    at, s = facts, facts.s
+    of a line, it runs the groups that have a union if `is_union`, else the other groups."""
+    at, F, s = facts, facts.F, facts.F.s
     # the largest number of tokens that divides the stride and fits in a tile
     max_rows = launch.architecture().query_major_rows
-    fitting = (t for t in range(1, at.stride + 1) if at.stride % t == 0 and t * at.G <= max_rows)
-    tokens, n = max(fitting, default=1), at.n
-    members, num_groups, limit = groups or (1, 0, 0)
+    fitting = (t for t in range(1, F.stride + 1) if F.stride % t == 0 and t * F.G <= max_rows)
+    tokens = max(fitting, default=1)
+    members, _, limit = groups or (1, 0, 0)
     if is_union:
-        tokens, n = tokens * members, limit
-    tile = launch.query_major_tile(kernel, at.width, tokens * at.G, at.dtype, is_union)
-    step = 1
-    if groups is not None:
-        step = launch.tiles_per_program(at.B * at.R * num_groups, members, is_rare)
-    if not is_union:
-        step = min(step, members)  # tiles of one group, all run or all skipped
+        tokens, F = tokens * members, F._replace(n=limit)
+    tile = launch.query_major_tile(kernel, at.width, tokens * F.G, at.dtype, is_union)
     block_n, block_s = tile.block_n, next_power_of_2(s)
-    grid, flipped = launch.grid(cdiv(at.aligned, tokens * step), at.B * at.R)
-    settings = Settings(
-        K=at.K, R=at.R, G=at.G, n=n, s=s, stride=at.stride, D=at.D, E=at.E,
-        BLOCK_D=launch.padded(at.D), BLOCK_E=launch.padded(at.E), BLOCK_M=tile.block_m,
-        BLOCK_N=block_n, BLOCK_S=block_s, SLOTS=next_power_of_2(n), TOKENS=tokens,
-        MEMBERS=members, UNION=is_union, STEP=step,
+    grid, flipped = launch.grid(cdiv(at.aligned, tokens), at.B * F.R)
+    F = settings(
+        F, BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_S=block_s, TOKENS=tokens,
+        MEMBERS=members, UNION=is_union,
         # TMA reads blocks that are a multiple of a tile
         TMA=at.tma and block_n <= min(block_s, launch.MAX_BOX_ROWS),
-        RAGGED=at.ragged, DIAGONAL=at.diagonal, ENDS=at.ends, CAP=at.capped, GATES=at.gated,
         # a row sees all keys of a tile or none
-        WHOLE=block_n <= block_s == s and at.whole, POSITIVE=at.positive or kernel == "dq",
+        WHOLE=block_n <= block_s == s and at.whole,
         # small tiles wait for keys, not for the running maximum
-        BOUNDED=has_norms and not at.gated and tile.block_m >= BOUNDED_ROWS,
+        BOUNDED=has_norms and not F.GATES and tile.block_m >= BOUNDED_ROWS,
         ADD=add, COMBINE=combine, GATED=gated, FLIPPED=flipped,
     )  # fmt: skip
     num_stages = tile.num_stages
-    if at.gated and kernel == "forward":  # gates take shared memory in every stage, as keys do
+    if F.GATES and kernel == "forward":  # gates take shared memory in every stage, as keys do
         num_stages = max(1, num_stages - 1)
-    return Plan(settings, grid, tile.num_warps, num_stages)
+    return launch.Plan(grid, dict(F=F, num_warps=tile.num_warps, num_stages=num_stages))
 
 
-def arguments(inputs: Inputs, at: Plan, unions: Unions | None) -> dict[str, Any]:
-    """Arguments of both kernels."""
-    q, k, v, F = inputs.q, inputs.k, inputs.v, at.settings
-    tensors: Any = (k, v)
-    if F.TMA:
-        tensors = (launch.box(t, F.BLOCK_N) for t in tensors)
-    k_argument, v_argument = tensors
-    blocks = unions.blocks if unions is not None and F.UNION else None
-    return dict(
-        q=launch.strided(q), k=k_argument, v=v_argument, k_strides=strides(k),
-        v_strides=strides(v), index=inputs.index(blocks, None if unions is None else unions.counts),
-        T=q.shape[1], S=k.shape[1], start=inputs.selection.start,
-        groups=0 if unions is None else unions.groups, F=F, num_warps=at.num_warps,
-        num_stages=at.num_stages,
-    )  # fmt: skip
+def launch_tiles(
+    kernel: str,
+    inputs: Inputs,
+    unions: Unions | None,
+    flags: dict[str, bool],
+    only_unions: bool = False,
+    **args: Any,
+) -> None:
+    """Launch "forward" or "dq" with its own arguments: the groups without a union, unless
+    `only_unions`, and those with one."""
+    q, k, v, facts = inputs.q, inputs.k, inputs.v, inputs.facts
+    sizes, counts, num_groups = None, None, 0
+    if unions is not None:
+        sizes, counts, num_groups = unions.sizes, unions.counts, unions.groups
+    for is_union in (False, True)[only_unions : 1 if unions is None else 2]:
+        at = plan(kernel, facts, sizes, is_union, **flags)
+        F, blocks = at.args["F"], unions.blocks if unions is not None and is_union else None
+        launcher(KERNELS[kernel], at.grid)(
+            q=launch.strided(q), k=launch.box(k, F.BLOCK_N) if F.TMA else k,
+            v=launch.box(v, F.BLOCK_N) if F.TMA else v, k_strides=k.stride()[:3],
+            v_strides=v.stride()[:3], index=inputs.index(blocks, counts), T=facts.T, S=facts.S,
+            start=inputs.selection.start, groups=num_groups, **args, **at.args,
+        )  # fmt: skip
 
 
 def forward(
@@ -393,27 +355,14 @@ def forward(
     With `outputs`, in which another kernel writes most groups, writes only those that have a union.
     `norms` are the key norms. Writes the layer's output of `combine_inputs`."""
     out, lse = outputs or partial or launch.empty_outputs(inputs.q, inputs.v)
-    is_rare = outputs is not None
-
-    def run(is_union: bool) -> None:
-        at = plan(
-            "forward", inputs.facts, None if unions is None else unions.sizes, is_union,
-            is_rare=is_rare, has_norms=norms is not None, add=partial is not None,
-            combine=combine_inputs is not None,
-        )  # fmt: skip
-        launcher(nsa_selected_fwd_query_major, at.grid)(
-            **arguments(inputs, at, unions), norms=norms, out=out, lse=lse,
-            combine=combine_group(combine_inputs), scale_log2=inputs.scale * LOG2_E,
-            cap=launch.cap(inputs.selection.soft_cap),
-        )  # fmt: skip
-
-    if unions is None or is_rare:
-        run(unions is not None)
-        return out, lse
-    with streams.forked(inputs.q.device) as side:
-        with side:
-            run(True)
-        run(False)
+    flags = dict(
+        has_norms=norms is not None, add=partial is not None, combine=combine_inputs is not None
+    )
+    launch_tiles(
+        "forward", inputs, unions, flags, outputs is not None, norms=norms, out=out, lse=lse,
+        combine=combine_group(combine_inputs), scale_log2=inputs.scale * LOG2_E,
+        cap=launch.cap(inputs.selection.soft_cap),
+    )  # fmt: skip
     return out, lse
 
 
@@ -421,20 +370,13 @@ def backward_q(
     inputs: Inputs, bwd: BackwardInputs, dq: Accumulator, unions: Unions | None = None
 ) -> Tensor | None:
     """Accumulates dq and returns the gradient of the gates."""
-    q, selection = inputs.q, inputs.selection
-    R, n = selection.block_indices.shape[2:]
-    d_gates = None
-    if selection.gates is not None:
-        d_gates = q.new_zeros(*q.shape[:3], n, dtype=torch.float32)
+    q, F, d_gates = inputs.q, inputs.facts.F, None
+    if F.GATES:
+        d_gates = q.new_zeros(*q.shape[:3], F.n, dtype=torch.float32)
     dq_out, add = dq.next_launch()
-    for is_union in (False,) if unions is None else (False, True):
-        at = plan(
-            "dq", inputs.facts, None if unions is None else unions.sizes, is_union,
-            add=add, gated=bwd.gated,
-        )  # fmt: skip
-        launcher(nsa_selected_dq_query_major, at.grid)(
-            **arguments(inputs, at, unions), bwd=Backward(bwd.d_out, bwd.lse, bwd.delta),
-            dq=dq_out, d_gates=d_gates, scale=inputs.scale,
-            cap=launch.cap(inputs.selection.soft_cap, log2=False),
-        )  # fmt: skip
-    return None if d_gates is None else d_gates.unflatten(2, (R, -1)).sum(3)
+    launch_tiles(
+        "dq", inputs, unions, dict(add=add, gated=bwd.gated), dq=dq_out, d_gates=d_gates,
+        bwd=Backward(bwd.d_out, bwd.lse, bwd.delta), scale=inputs.scale,
+        cap=launch.cap(inputs.selection.soft_cap, log2=False),
+    )  # fmt: skip
+    return None if d_gates is None else d_gates.unflatten(2, (F.R, -1)).sum(3)

@@ -21,6 +21,7 @@ from ..common import launch
 from ..common.launch import Selection, cdiv, next_power_of_2
 from ..common.precompile import launcher
 from ..common.primitives import grid_position
+from .inputs import Inputs
 
 # comparisons of block indices of a program at most, and block indices of a one-warp program
 MAX_COMPARISONS, WARP_INDICES = 1 << 14, 256
@@ -207,15 +208,15 @@ def write_unions(selection: Selection, unions: Unions | None, shared: Unions | N
         )  # fmt: skip
 
 
-def allocate_unions(selection: Selection, H: int, dtype: torch.dtype) -> Unions | None:
-    """Allocate the unions of a call with H query heads; None if unions cannot be faster."""
-    B, _T, R, n = selection.block_indices.shape
-    rule = launch.union_rule(H // R * selection.stride, dtype)
-    if rule is None or selection.gates is not None or not n:
+def allocate_unions(inputs: Inputs) -> Unions | None:
+    """The unwritten unions of a call; None if unions cannot be faster."""
+    at, n = inputs.facts, inputs.facts.F.n
+    rule = launch.union_rule(at.rows, at.dtype)
+    if rule is None or at.F.GATES or not n:
         return None
-    few = B * R * cdiv(selection.aligned, rule.members * selection.stride) < rule.least
-    if few or rule.members * next_power_of_2(n) ** 2 > MAX_COMPARISONS:
+    few = at.B * at.F.R * cdiv(at.aligned, rule.members * at.F.stride) < rule.least
+    if few or rule.members * at.F.SLOTS**2 > MAX_COMPARISONS:
         return None
     # a larger union is slower than its members
     limit = min(int(rule.members * n / rule.cost) + 1, rule.members * n)
-    return allocate(selection, rule.members, limit, float(rule.cost))
+    return allocate(inputs.selection, rule.members, limit, float(rule.cost))

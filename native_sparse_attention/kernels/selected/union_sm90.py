@@ -38,7 +38,7 @@ from ..common.launch import LOG2_E, CombineInputs
 from ..common.precompile import launcher
 from ..common.primitives import LARGEST_BOUND
 from . import union
-from .inputs import Inputs, combine_group
+from .inputs import Inputs, combine_group, settings
 from .union import Unions
 
 # one compiled kernel for all lengths
@@ -59,8 +59,6 @@ MAX_SLOTS, MAX_BLOCKS = 32, 1 << 18
 # tiles of a multiprocessor at least: with fewer, too many are idle during the last tiles
 MIN_TILES_PER_SM = 8
 
-# compile-time settings: numbers of KV heads, head groups and query heads of one; keys of a block
-Settings = namedtuple("Settings", "K R G s WARPS CHUNK CHUNKS SLICE REGISTERS BOUNDED ADD COMBINE")
 # tensors of `union.Unions` and their sizes; `tiles` are all unions
 Tiles = namedtuple("Tiles", "blocks counts limit groups tiles")
 # slots of keys and values, and a full barrier per chunk
@@ -283,24 +281,23 @@ def is_supported(inputs: Inputs) -> bool:
     """Whether the kernel supports a call and has enough tiles to be faster. With
     `launch.using({"union_sm90": True})` any number of tiles is enough; with False, or with a tile
     config of the caller, the kernel never runs."""
-    q, at, selection = inputs.q, inputs.facts, inputs.selection
+    at, F, start = inputs.facts, inputs.facts.F, inputs.selection.start
     allowed = launch.override.get("union_sm90")
-    tiled = launch.requested_sizes("query_major.forward")
-    if allowed is False or tiled or not launch.supports_gluon(q):
+    tiled, is_gpu = launch.requested_sizes("query_major.forward"), launch.supports_gluon(inputs.q)
+    if allowed is False or tiled or not is_gpu or not inputs.suits_gluon:
         return False
     rows = launch.FEW_ROWS <= at.rows <= ROWS
-    if at.stride > 1:  # a tile starts at an aligned group of tokens
-        rows = rows and ROWS % at.stride == 0 and not at.ragged
-        rows = rows and selection.start % at.stride == 0
-    slots = 0 < at.n <= MAX_SLOTS and at.S // at.s < MAX_BLOCKS
-    min_tiles = 0 if allowed else MIN_TILES_PER_SM * launch.multiprocessors(q.device)
-    enough = at.B * at.R * (at.T // (MEMBERS * at.stride)) >= min_tiles
-    return rows and slots and enough and inputs.suits_gluon
+    # a tile starts at an aligned group of tokens
+    aligned = ROWS % F.stride == start % F.stride == 0 and not F.RAGGED
+    slots = 0 < F.n <= MAX_SLOTS and at.S // F.s < MAX_BLOCKS
+    min_tiles = 0 if allowed else MIN_TILES_PER_SM * launch.multiprocessors(inputs.q.device)
+    enough = at.B * F.R * (at.T // (MEMBERS * F.stride)) >= min_tiles
+    return rows and (aligned or F.stride == 1) and slots and enough
 
 
 def allocate_shared(inputs: Inputs) -> Unions | None:
     """Shared unions, unwritten; None if the kernel does not support the call."""
-    limit = min(MEMBERS * inputs.facts.n, inputs.facts.C)
+    limit = min(MEMBERS * inputs.facts.F.n, inputs.facts.C)
     return union.allocate(inputs.selection, MEMBERS, limit) if is_supported(inputs) else None
 
 
@@ -315,18 +312,18 @@ def forward(
 ) -> None:
     """Writes out and lse over the top-n blocks of groups without unions of their own, with `add`
     combined with their previous values."""
-    q, at, tiles = inputs.q, inputs.facts, unions.counts.numel()
-    box, q_box = [1, at.s, 1, at.D], [1, WARPS * at.stride, ROWS // at.stride, at.D]
+    q, at, F, tiles = inputs.q, inputs.facts, inputs.facts.F, unions.counts.numel()
+    box, q_box = [1, F.s, 1, F.D], [1, WARPS * F.stride, ROWS // F.stride, F.D]
     if not tiles:
         return
-    settings = Settings(
-        at.K, at.R, at.G, at.s, WARPS, union.CHUNK, CHUNKS, SLICE, REGISTERS, norms is not None,
-        add, combine_inputs is not None,
+    F = settings(
+        F, WARPS=WARPS, CHUNK=union.CHUNK, CHUNKS=CHUNKS, SLICE=SLICE, REGISTERS=REGISTERS,
+        BOUNDED=norms is not None, ADD=add, COMBINE=combine_inputs is not None,
     )  # fmt: skip
     keys, values = (launch.gluon_box(t, box) for t in (inputs.k, inputs.v))
     # a program fills a multiprocessor
     launcher(nsa_selected_fwd_union_sm90, (min(tiles, launch.multiprocessors(q.device)),))(
         launch.gluon_box(q, q_box), keys, values, norms, unions.blocks, unions.counts, out, lse,
         combine_group(combine_inputs), at.T, unions.limit, unions.groups, tiles,
-        inputs.scale * LOG2_E, settings, num_warps=WARPS,
+        inputs.scale * LOG2_E, F, num_warps=WARPS,
     )  # fmt: skip

@@ -49,27 +49,30 @@ def test_pairs_and_work_tiles(case, longest):
     block = torch.where(block_indices >= 0, line[..., None] * C + block_indices, -1).view(-1)
     order = block.argsort(stable=True)
     order = order[block[order] >= 0]
-    chunks = csr.allocate(block_indices, K, C, tile_pairs, length, heads, longest).run(
-        block_indices
-    )
+    table = csr.CSR(block_indices, K, C, tile_pairs, length, heads, longest)
+    table.write(block_indices)
+    chunks = list(table.chunks())
     expected = [(h, t) for h in range(0, K, heads) for t in range(0, T, length)]
     assert [(chunk.head, chunk.first) for chunk in chunks] == expected
-    assert sum(chunk.length * chunk.heads for chunk in chunks) == T * K
+    assert sum(chunk.length for chunk in chunks) * heads == T * K
     blocks = B * heads * C
     counts = block[order].bincount(minlength=len(chunks) * blocks)
     for number, chunk in enumerate(chunks):
         chunk_counts = counts[number * blocks :][:blocks]
         skipped = counts[: number * blocks].sum()
-        assert torch.equal(chunk.offsets.diff().long(), chunk_counts)
+        offsets, partial_offsets = (
+            t[: blocks + 1] for t in (chunk.csr.offsets, chunk.csr.partial_offsets)
+        )
+        assert torch.equal(offsets.diff().long(), chunk_counts)
         pairs = order[skipped : skipped + chunk_counts.sum()]
-        assert torch.equal(chunk.pairs[chunk.offsets[0] : chunk.offsets[-1]].long(), pairs)
-        indices = chunk.pair_indices.view(-1)
+        assert torch.equal(table.pairs[offsets[0] : offsets[-1]].long(), pairs)
+        indices = table.pair_indices.view(-1)
         assert torch.equal(indices[pairs].long(), torch.arange(len(pairs), device=DEVICE))
         assert (indices[block < 0] == -1).all()
         num_tiles = (chunk_counts + tile_pairs - 1) // tile_pairs
-        count, owner = int(num_tiles.sum()), chunk.owner.long()
+        count, owner = int(num_tiles.sum()), chunk.csr.owner.long()
         assert (owner[count:] == blocks).all()
-        owner, ordinals = owner[:count], chunk.ordinals[:count].long()
+        owner, ordinals = owner[:count], chunk.csr.ordinals[:count].long()
         work_tiles = torch.stack((owner, ordinals), 1)
         owners = torch.arange(blocks, device=DEVICE).repeat_interleave(num_tiles)
         first_tiles = num_tiles.cumsum(0) - num_tiles
@@ -83,14 +86,15 @@ def test_pairs_and_work_tiles(case, longest):
             work_tiles = work_tiles.unique(dim=0)
         assert torch.equal(work_tiles, torch.stack((owners, numbers), 1))
         several = torch.where(num_tiles > 1, num_tiles, 0)
-        assert torch.equal(chunk.partial_offsets.diff().long(), several)
+        assert torch.equal(partial_offsets.diff().long(), several)
 
 
 def test_more_slots_than_a_split_has_pairs():
     slots = torch.arange(csr.SPLIT_PAIRS + 8, device=DEVICE, dtype=torch.int32) % 4
     block_indices = slots.expand(1, 3, 1, -1).contiguous()
-    (chunk,) = csr.allocate(block_indices, 1, 4, 1 << 14, 3, 1).run(block_indices)
-    assert torch.equal(chunk.pairs.long(), block_indices.reshape(-1).argsort(stable=True))
+    table = csr.CSR(block_indices, 1, 4, 1 << 14, 3, 1)
+    table.write(block_indices)
+    assert torch.equal(table.pairs.long(), block_indices.reshape(-1).argsort(stable=True))
 
 
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
@@ -102,21 +106,22 @@ def test_memory_of_chunks(H, K, T, kernel):
     q, k = (torch.empty(1, T, heads, 128, device="meta") for heads in (H, K))
     block_indices = torch.empty(1, T, K, n, dtype=torch.int32, device="meta")
     selection = launch.Selection(block_indices, 64, 1, 2, True)
-    chunks = csr.allocate_chunks(Inputs(q, k, k, selection, 0.1), kernel, H // K).chunks
-    assert sum(chunk.length * chunk.heads for chunk in chunks) == T * K
+    table = csr.allocate(Inputs(q, k, k, selection, 0.1), kernel, H // K)
+    chunks, heads = list(table.chunks()), table.heads
+    assert sum(chunk.length for chunk in chunks) * heads == T * K
     first = chunks[0]
     ratio, tokens, most = launch.row(csr.BUDGETS[kernel], H // K)
     # tokens whose partial results, of all heads, may be kept
     allowed = int(max(min(max(ratio * T / n, tokens), most * T / n), csr.MIN_TOKENS))
-    assert first.length * first.heads <= allowed * K
+    assert first.length * heads <= allowed * K
     if kernel == "forward":
-        assert first.heads == K
-    larger = [heads for heads in range(first.heads + 1, K + 1) if K % heads == 0]
-    smaller = [heads for heads in range(1, first.heads) if K % heads == 0]
-    of_tokens = len(chunks) * first.heads // K
+        assert heads == K
+    larger = [h for h in range(heads + 1, K + 1) if K % h == 0]
+    smaller = [h for h in range(1, heads) if K % h == 0]
+    of_tokens = len(chunks) * heads // K
     if of_tokens == 1 and kernel == "backward":  # of more heads they would take too much
         assert not larger or larger[0] * T > allowed * K
     else:  # in one chunk less too; and backward fewer heads would have too few blocks
-        assert first.heads * T > (of_tokens - 1) * allowed * K
+        assert heads * T > (of_tokens - 1) * allowed * K
         few = not smaller or smaller[-1] * -(-T // 64) < launch.ENOUGH_PROGRAMS
         assert kernel == "forward" or few

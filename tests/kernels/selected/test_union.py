@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.common.launch import Selection, UnionRule
 from native_sparse_attention.kernels.selected import query_major, union
+from native_sparse_attention.kernels.selected.inputs import Inputs
 
 pytestmark = pytest.mark.kernels
 
@@ -25,9 +26,15 @@ GROUP = 4
 RULE = UnionRule(GROUP, 1.6, least=0)
 
 
+def allocate_unions(selection, H, dtype=torch.float16):
+    """Unions of a call; None without unions."""
+    B, T, R, _ = selection.block_indices.shape
+    q, k = (torch.empty(B, T, heads, 16, dtype=dtype, device=DEVICE) for heads in (H, R))
+    return union.allocate_unions(Inputs(q, k, k, selection, 0.1))
+
+
 def make_unions(selection, H):
-    """Unions of a call in float16; None without unions."""
-    unions = union.allocate_unions(selection, H, torch.float16)
+    unions = allocate_unions(selection, H)
     union.write_unions(selection, unions)
     return unions
 
@@ -116,26 +123,26 @@ def test_calls_without_unions():
 
 
 CASES = [
-    (torch.float32, (12, 1, 16, 16), 1, {}),
-    (torch.float16, (16, 1, 16, 24), GROUP, {"num_local": 0}),
-    (torch.float32, (6, 1, 16, 16), GROUP, {"starts": [43, 46], "num_local": 0, "stride": 2}),
-    (torch.float32, (12, 1, 16, 16), GROUP, {"num_initial": 1}),
-    (torch.float32, (12, 1, 16, 16), 1, {"num_local": 0}),
+    (torch.float32, (12, 1, 16, 16), {}),
+    (torch.float16, (16, 1, 16, 24), {"num_local": 0}),
+    (torch.float32, (6, 1, 16, 16), {"starts": [43, 46], "num_local": 0, "stride": 2}),
+    (torch.float32, (12, 1, 16, 16), {"num_initial": 1}),
+    (torch.float32, (12, 1, 16, 16), {"num_local": 0}),
 ]
 if CUDA:
     CASES += [
-        (torch.bfloat16, (64, 4, 128, 128), 1, {}),
-        (torch.bfloat16, (64, 4, 128, 128), GROUP, {"num_local": 0}),
-        (torch.bfloat16, (48, 4, 192, 128), GROUP, {"causal": False, "num_initial": 1}),
-        (torch.bfloat16, (16, 4, 64, 64), GROUP, {"start": 203, "num_local": 2, "stride": 4}),
-        (torch.bfloat16, (24, 2, 64, 64), GROUP, {"starts": [200, 189]}),
+        (torch.bfloat16, (64, 4, 128, 128), {}),
+        (torch.bfloat16, (64, 4, 128, 128), {"num_local": 0}),
+        (torch.bfloat16, (48, 4, 192, 128), {"causal": False, "num_initial": 1}),
+        (torch.bfloat16, (16, 4, 64, 64), {"start": 203, "num_local": 2, "stride": 4}),
+        (torch.bfloat16, (24, 2, 64, 64), {"starts": [200, 189]}),
     ]
 
 
 @pytest.mark.parametrize(
-    "dtype, heads, tiles, settings", CASES, ids=lambda value: str(value).replace("torch.", "")
+    "dtype, heads, settings", CASES, ids=lambda value: str(value).replace("torch.", "")
 )
-def test_selected(monkeypatch, dtype, heads, tiles, settings):
+def test_selected(monkeypatch, dtype, heads, settings):
     """Groups with a union and groups without in one call; twice the same, bit for bit."""
     counts, write = [], union.write_unions
 
@@ -144,7 +151,6 @@ def test_selected(monkeypatch, dtype, heads, tiles, settings):
         counts.append((unions.counts > 0).tolist())
 
     monkeypatch.setattr(union, "write_unions", record)
-    monkeypatch.setattr(launch, "tiles_per_program", lambda *_: tiles)
     monkeypatch.setattr(query_major, "plan", query_major.plan.__wrapped__)  # not cached
     B, T, S, n, s = (2, 301, 504, 13, 4) if CUDA else (1, 14, 60, 3, 4)
     at = {"num_initial": 0, "num_local": 1, "causal": True, "stride": 1, "starts": None}
@@ -238,7 +244,7 @@ def test_shared_and_overlapping(most):
     selection = Selection(lists, 8, 0, 1, True)
     with launch.using({"union": RULE}):
         alone = make_unions(selection, 8)
-        overlapping = union.allocate_unions(selection, 8, torch.float16)
+        overlapping = allocate_unions(selection, 8)
     unions = write_shared(selection, blocks, overlapping)
     members = expected(selection, UnionRule(8, 0.0, least=0))
 
