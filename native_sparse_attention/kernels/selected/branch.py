@@ -4,7 +4,6 @@ query-major (`query_major.py`), key-major (`key_major.py`), or as unions of neig
 
 from __future__ import annotations
 
-from collections import namedtuple
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,17 +14,8 @@ from torch import Tensor
 
 from .. import combine
 from ..common import launch, streams
-from ..common.launch import (
-    Accumulator,
-    BackwardInputs,
-    CombineInputs,
-    KVRange,
-    Selection,
-    cdiv,
-    next_power_of_2,
-)
+from ..common import primitives as steps
 from ..common.precompile import launcher
-from ..common.primitives import EVERYTHING, LOCAL_BLOCKS
 from ..common.reduce import reduce_partials
 from ..flash import flash
 from . import csr, key_major, query_major, union
@@ -34,7 +24,7 @@ from .inputs import Inputs
 from .union import Unions
 
 
-def append_initial_blocks(selection: Selection) -> Selection:
+def append_initial_blocks(selection: launch.Selection) -> launch.Selection:
     """The selection with each document's initial blocks appended to its block indices. Without
     documents the initial blocks are a prefix of the row."""
     documents, count = selection.documents, selection.num_initial
@@ -57,27 +47,27 @@ def append_initial_blocks(selection: Selection) -> Selection:
 
 def forced_blocks(inputs: Inputs) -> dict[str, Any] | None:
     """Keys, values, KV range and prefix of the forced blocks; None without forced blocks."""
-    k, v, selection = inputs.k, inputs.v, inputs.selection
-    s = selection.s
+    k, v, at = inputs.k, inputs.v, inputs.selection
     query_args: dict[str, Any] = dict(
-        start=selection.start, starts=selection.starts, documents=selection.documents,
-        soft_cap=selection.soft_cap,
-    )  # fmt: skip
-    end = min(selection.num_initial * s, k.shape[1])
-    first = (k[:, :end], v[:, :end])
-    if not selection.causal:
-        kv_range = KVRange(EVERYTHING.value, **query_args)
-        return dict(k=first[0], v=first[1], kv_range=kv_range, prefix=None) if end else None
-    if not end and not selection.num_local:
+        start=at.start, starts=at.starts, documents=at.documents, soft_cap=at.soft_cap
+    )
+    end = min(at.num_initial * at.s, k.shape[1])
+    prefix = (k[:, :end], v[:, :end]) if end else None
+    if at.causal and (end or at.num_local):
+        reach = (at.num_local - 1) * at.s
+        kv_range = launch.KVRange(
+            steps.LOCAL_BLOCKS.value, reach, at.s, floor=end, causal_prefix=True, **query_args
+        )
+        return dict(k=k, v=v, kv_range=kv_range, prefix=prefix)
+    if prefix is None:
         return None
-    reach = (selection.num_local - 1) * s
-    kv_range = KVRange(LOCAL_BLOCKS.value, reach, s, floor=end, causal_prefix=True, **query_args)
-    return dict(k=k, v=v, kv_range=kv_range, prefix=first if end else None)
+    kv_range = launch.KVRange(steps.EVERYTHING.value, **query_args)
+    return dict(k=prefix[0], v=prefix[1], kv_range=kv_range, prefix=None)
 
 
 def forced_blocks_in_window(
     inputs: Inputs, w: int
-) -> tuple[tuple[Tensor, Tensor] | None, KVRange | None]:
+) -> tuple[tuple[Tensor, Tensor] | None, launch.KVRange | None]:
     """Prefix and KV range of the forced blocks if a causal window of w keys over the same k and v
     contains the local blocks: the window's kernel then runs both. Otherwise (None, None)."""
     selection = inputs.selection
@@ -88,34 +78,30 @@ def forced_blocks_in_window(
     return (None, None) if forced is None else (forced["prefix"], forced["kv_range"])
 
 
-# compile-time settings of the kernel below; CAUSAL queries have `num_local` forced blocks
-ValidIndices = namedtuple(
-    "ValidIndices", "R s num_initial num_local CAUSAL RAGGED DOCUMENTS SLOTS BLOCK_M"
-)
-
-
 @triton.jit(do_not_specialize=["ROWS", "T", "start", "C"])
 def nsa_selected_valid_indices(
-    block_indices, valid, starts, doc_first, doc_last, ROWS, T, start, C, n, F: tl.constexpr
+    block_indices, valid, starts, doc_first, doc_last, ROWS, T, start, C, n, R: tl.constexpr,
+    s: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One program: M rows of n block indices. Replaces an index by -1 if its block does not exist,
-    is forced, lies in the query's future, or is in an earlier slot."""
-    row = tl.program_id(0).to(tl.int64) * F.BLOCK_M + tl.arange(0, F.BLOCK_M)
-    slot = tl.arange(0, F.SLOTS)
+    is forced, lies in the query's future, or is in an earlier slot. LOCAL blocks are forced; None
+    if queries see the future."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    slot = tl.arange(0, SLOTS)
     real = (row < ROWS)[:, None] & (slot < n)[None]
     c = tl.load(block_indices + row[:, None] * n + slot[None], mask=real, other=-1)
-    bt = row // F.R
-    position = bt % T + start
-    if F.RAGGED:
-        position += tl.load(starts + bt // T, mask=row < ROWS, other=0)
-    query_block = (position // F.s)[:, None]
-    keep = (c >= F.num_initial) & (c >= 0) & (c < C)
-    if F.DOCUMENTS:
-        first = tl.load(doc_first + bt, mask=row < ROWS, other=0) // F.s + F.num_initial
-        end = tl.cdiv(tl.load(doc_last + bt, mask=row < ROWS, other=0), F.s)
+    bt = row // R
+    keep = (c >= INITIAL) & (c >= 0) & (c < C)
+    if doc_first is not None:
+        first = tl.load(doc_first + bt, mask=row < ROWS, other=0) // s + INITIAL
+        end = tl.cdiv(tl.load(doc_last + bt, mask=row < ROWS, other=0), s)
         keep = keep & (c >= first[:, None]) & (c < end[:, None])
-    if F.CAUSAL:
-        keep = keep & (c <= query_block) & (c <= query_block - F.num_local)
+    if LOCAL is not None:
+        position = bt % T + start
+        if starts is not None:
+            position += tl.load(starts + bt // T, mask=row < ROWS, other=0)
+        keep = keep & (c <= (position // s)[:, None] - LOCAL)
     c = tl.where(keep, c, -1)
     for previous in range(0, n):
         repeated = tl.load(block_indices + row * n + previous, mask=row < ROWS, other=-1)
@@ -123,32 +109,26 @@ def nsa_selected_valid_indices(
     tl.store(valid + row[:, None] * n + slot[None], c.to(tl.int32), mask=real)
 
 
-def valid_block_indices(selection: Selection, S: int) -> Tensor:
+def valid_block_indices(selection: launch.Selection, S: int) -> Tensor:
     """Block indices with -1 for forced, future, missing and repeated blocks."""
     block_indices, documents = selection.block_indices.contiguous(), selection.documents
     (B, T, R, n), s = block_indices.shape, selection.s
     valid = torch.empty_like(block_indices, dtype=torch.int32)
     if valid.numel():
-        doc_first, doc_last = (
-            (None, None) if documents is None else (documents.first, documents.last)
-        )
-        settings = ValidIndices(
-            R, s, selection.num_initial, selection.num_local, selection.causal,
-            selection.starts is not None, documents is not None, next_power_of_2(n), 64,
-        )  # fmt: skip
-        launcher(nsa_selected_valid_indices, (cdiv(B * T * R, 64),))(
-            block_indices, valid, selection.starts, doc_first, doc_last, B * T * R, T,
-            selection.start, cdiv(S, s), n, settings,
+        bounds = (None, None) if documents is None else (documents.first, documents.last)
+        launcher(nsa_selected_valid_indices, (launch.cdiv(B * T * R, 64),))(
+            block_indices, valid, selection.starts, *bounds, B * T * R, T, selection.start,
+            launch.cdiv(S, s), n, R, s, selection.num_initial,
+            selection.num_local if selection.causal else None, launch.next_power_of_2(n), 64,
         )  # fmt: skip
     return valid
 
 
 class Plan(NamedTuple):
-    """How a pass reads the top-n blocks. Forward: key-major by `block_csr`; or query-major, with
-    the groups that have `unions`; or by `shared` unions, and query-major groups with `unions`.
-    Backward: dk, dv and, if `is_key_major`, dq by `block_csr`, which has a pair per `pair_tokens`
-    tokens, in the kernels of the module `gluon` if it supports the call; otherwise dq is
-    query-major with `unions`."""
+    """How a pass reads the top-n blocks. Forward: key-major by `block_csr`; or by `shared` unions;
+    otherwise query-major, as are groups that have `unions`. Backward: dk, dv and, if
+    `is_key_major`, dq by `block_csr`, which has a pair per `pair_tokens` tokens, in the kernels of
+    the module `gluon` if there are some; otherwise dq is query-major."""
 
     block_csr: CSR | None = None
     unions: Unions | None = None
@@ -157,7 +137,7 @@ class Plan(NamedTuple):
     gluon: Any = None
     pair_tokens: int = 1
 
-    def run(self, selection: Selection) -> None:
+    def run(self, selection: launch.Selection) -> None:
         """Write the unions and the CSR."""
         union.write_unions(selection, self.unions, self.shared)
         if self.block_csr is not None:
@@ -167,10 +147,10 @@ class Plan(NamedTuple):
 def plan_forward(inputs: Inputs) -> Plan | None:
     """Choose the forward's kernels and allocate the workspaces that `run` writes; None if the
     forward is query-major without unions."""
-    q, selection, shared = inputs.q, inputs.selection, None
-    if not selection.block_indices.numel():
+    shared = None
+    if not inputs.selection.block_indices.numel():
         return None
-    if launch.supports_gluon(q):
+    if launch.supports_gluon(inputs.q):
         from . import union_sm90
 
         shared = union_sm90.allocate_shared(inputs)
@@ -182,43 +162,30 @@ def plan_forward(inputs: Inputs) -> Plan | None:
     return Plan(None, unions, shared) if shared is not None or unions is not None else None
 
 
-def plan_backward(inputs: Inputs) -> Plan:
-    """Choose the backward's kernels and allocate the workspaces that `run` writes."""
-    if not inputs.facts.F.n:
-        return Plan()
-    gluon = key_major.gluon_kernels(inputs)
-    if key_major.is_faster(inputs):
-        rows = key_major.partial_rows(inputs, gluon is not None)
-        return Plan(csr.allocate(inputs, "backward", rows), is_key_major=True, gluon=gluon)
-    pair_tokens = 1 if gluon is None else gluon.pair_tokens(inputs)
-    block_csr = csr.allocate(inputs, "backward", 0, pair_tokens)
-    return Plan(block_csr, union.allocate_unions(inputs), gluon=gluon, pair_tokens=pair_tokens)
-
-
 def forward(
     inputs: Inputs,
     partial: tuple[Tensor, Tensor] | None,
     sinks: Tensor | None,
-    combine_inputs: CombineInputs | None,
+    combine_inputs: launch.CombineInputs | None,
     norms: Tensor | None,
     plan: Plan | None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and natural lse [B T H]. `partial` holds out and lse of the forced blocks and
     sinks, if known; the forward accumulates into them. With `combine_inputs` also writes the
     layer's output. `norms` are the key norms, `plan` is the plan, which has run."""
-    q, v, has_topn = inputs.q, inputs.v, inputs.facts.F.n > 0
+    q, v, plan, has_topn = inputs.q, inputs.v, plan or Plan(), inputs.facts.F.n > 0
     forced = forced_blocks(inputs) if partial is None else None
     if forced is not None:
         partial = flash.forward(q, scale=inputs.scale, sinks=sinks, **forced)[:2]
     if partial is None and (sinks is not None or not has_topn):
-        lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
-        partial = q.new_zeros(*q.shape[:3], v.shape[-1]), lse if sinks is None else lse.copy_(sinks)
+        partial = launch.empty_outputs(q, v)
+        partial[0].zero_()
+        partial[1].fill_(float("-inf")) if sinks is None else partial[1].copy_(sinks)
     if partial is not None and not has_topn:
         if combine_inputs is not None:
             outs = [combine_inputs.cmp, partial[0], combine_inputs.win]
             combine.forward(outs, combine_inputs.gates, combine_inputs.out)
         return partial
-    plan = plan or Plan()
     if plan.block_csr is not None:
         return key_major.forward(inputs, plan.block_csr, partial, combine_inputs)
     if plan.shared is None:
@@ -236,54 +203,68 @@ def forward(
     return outputs
 
 
-def forced_backward_q(inputs: Inputs, bwd: BackwardInputs, dq: Accumulator) -> None:
+def plan_backward(inputs: Inputs) -> Plan:
+    """Choose the backward's kernels and allocate the workspaces that `run` writes."""
+    if not inputs.facts.F.n:
+        return Plan()
+    gluon, at = key_major.gluon_kernels(inputs), inputs.facts
+    if key_major.is_faster(inputs):
+        step = key_major.plan("backward", at, at.T, at.F.K, is_gluon=gluon is not None)
+        block_csr = csr.allocate(inputs, "backward", step["F"].KEY_TILES * at.F.G)
+        return Plan(block_csr, is_key_major=True, gluon=gluon)
+    pair_tokens = 1 if gluon is None else gluon.pair_tokens(inputs)
+    block_csr = csr.allocate(inputs, "backward", 0, pair_tokens)
+    return Plan(block_csr, union.allocate_unions(inputs), gluon=gluon, pair_tokens=pair_tokens)
+
+
+def forced_backward_q(inputs: Inputs, bwd: launch.BackwardInputs, dq: launch.Accumulator) -> None:
     """Accumulates dq of the forced blocks."""
     forced = forced_blocks(inputs)
     if forced is not None:
         flash.backward_q(inputs.q, scale=inputs.scale, bwd=bwd, dq=dq, **forced)
 
 
-def forced_backward_kv(inputs: Inputs, bwd: BackwardInputs) -> tuple[Tensor, Tensor]:
+def forced_backward_kv(inputs: Inputs, bwd: launch.BackwardInputs) -> tuple[Tensor, Tensor]:
     """dk [B S K D] and dv [B S K E] of the forced blocks, in float32."""
-    q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.scale
-    forced = forced_blocks(inputs)
+    q, k, v, scale, forced = inputs.q, inputs.k, inputs.v, inputs.scale, forced_blocks(inputs)
     if forced is None:
-        dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
-        return dk, dv
+        return k.new_zeros(k.shape, dtype=torch.float32), v.new_zeros(v.shape, dtype=torch.float32)
     prefix = forced.pop("prefix")
     partials = [flash.backward_kv(q, scale=scale, bwd=bwd, **forced)]
     if prefix is not None:
-        kv_range = forced["kv_range"]
-        partials.append(flash.backward_prefix(q, prefix, kv_range, scale, bwd))
+        partials.append(flash.backward_prefix(q, prefix, forced["kv_range"], scale, bwd))
     return reduce_partials(partials, k, v)
 
 
 def topn_backward_q(
-    inputs: Inputs, bwd: BackwardInputs, dq: Accumulator, plan: Plan
+    inputs: Inputs, bwd: launch.BackwardInputs, dq: launch.Accumulator, plan: Plan
 ) -> Tensor | None:
     """Accumulates query-major dq of the top-n blocks. Returns the gates' gradient or None."""
-    if plan.is_key_major:
-        return None
-    if not inputs.facts.F.n:
+    if plan.is_key_major or not inputs.facts.F.n:
         gates = inputs.selection.gates
         return None if gates is None else torch.zeros_like(gates)
     return query_major.backward_q(inputs, bwd, dq, plan.unions)
 
 
 def topn_backward_kv(
-    inputs: Inputs, bwd: BackwardInputs, dk: Tensor, dv: Tensor, dq: Accumulator, plan: Plan
+    inputs: Inputs,
+    bwd: launch.BackwardInputs,
+    dk: Tensor,
+    dv: Tensor,
+    dq: launch.Accumulator,
+    plan: Plan,
 ) -> None:
     """Accumulates dk and dv of the top-n blocks, in float32; with a key-major plan also dq."""
     if plan.block_csr is not None:
-        key_major_dq = dq if plan.is_key_major else None
-        key_major.backward(
-            inputs, bwd, plan.block_csr, dk, dv, key_major_dq, plan.gluon, plan.pair_tokens
-        )
+        sums = dk, dv, dq if plan.is_key_major else None
+        key_major.backward(inputs, bwd, plan.block_csr, *sums, plan.gluon, plan.pair_tokens)
 
 
-def backward(inputs: Inputs, bwd: BackwardInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def backward(
+    inputs: Inputs, bwd: launch.BackwardInputs
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk and dv (dk and dv in float32), and the gradient of the gates."""
-    dq, plan = Accumulator(inputs.q), plan_backward(inputs)
+    dq, plan = launch.Accumulator(inputs.q), plan_backward(inputs)
     plan.run(inputs.selection)
     forced_backward_q(inputs, bwd, dq)
     d_gates = topn_backward_q(inputs, bwd, dq, plan)

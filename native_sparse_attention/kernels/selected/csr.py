@@ -25,7 +25,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.launch import cdiv
 from ..common.precompile import launcher
 from .inputs import Inputs
 
@@ -38,7 +37,7 @@ COUNT_WARPS = 1
 TILE_BLOCKS, TILE_SPLITS, CLASSES = 512, 16, 8
 LENGTHS = [
     "T", "C", "length", "heads", "tokens", "splits", "B", "blocks", "capacity",
-    "max_tiles",
+    "max_tiles", "offsets_stride",
 ]  # fmt: skip
 
 # compile-time settings of the kernels over splits: numbers of head groups, KV heads and slots
@@ -51,7 +50,7 @@ Pairs = namedtuple("Pairs", "pairs offsets owner ordinals partial_offsets")
 
 @triton.jit
 def split_pairs(x, end, first, b, h, T, F: tl.constexpr):
-    """Flat indices of a split's pairs x, counted from token `first`, and which are below `end`."""
+    """Flat indices of a split's pairs x, and which are below `end`."""
     TOKEN_PAIRS: tl.constexpr = F.R // F.K * F.n
     token = b * T + first + x // TOKEN_PAIRS
     return (token * F.R + h * (F.R // F.K)) * F.n + x % TOKEN_PAIRS, x < end
@@ -59,8 +58,7 @@ def split_pairs(x, end, first, b, h, T, F: tl.constexpr):
 
 @triton.jit
 def split_tokens(line, T, length, heads, tokens, B):
-    """Batch row, KV head, first token and number of tokens of this program's split. Chunks of the
-    same heads are adjacent."""
+    """Batch row, KV head, first token and number of tokens of this program's split."""
     chunk, b, h = line // heads // B, line // heads % B, line % heads
     chunks = tl.cdiv(T, length)
     chunk, h = chunk % chunks, chunk // chunks * heads + h
@@ -69,18 +67,12 @@ def split_tokens(line, T, length, heads, tokens, B):
     return b.to(tl.int64), h, first, tl.maximum(end - first, 0)
 
 
-@triton.jit
-def offsets_stride(blocks):
-    """Offsets of a chunk: blocks + 1, padded to a multiple of 16 bytes."""
-    return (blocks // 2 + 1) * 2
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_csr_count(
     block_indices, ranks, split_counts, T, C, length, heads, tokens, splits, B,
     F: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a split. Writes each pair's rank within its block, -1 for an empty slot, and the
+    """One program: a split. Writes each pair's rank in its block, -1 for an empty slot, and the
     number of pairs of each block."""
     line = tl.program_id(0)
     b, h, first, num_tokens = split_tokens(line, T, length, heads, tokens, B)
@@ -111,16 +103,16 @@ def nsa_csr_count(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_csr_work_tiles(
-    split_counts, offsets, partial_offsets, owner, ordinals, C, splits, blocks, tile_pairs,
-    capacity, max_tiles, BLOCKS: tl.constexpr, SPLITS: tl.constexpr, CLASSES: tl.constexpr,
-    LONGEST: tl.constexpr,
+    split_counts, offsets, partial_offsets, owner, ordinals, offsets_stride, C, splits, blocks,
+    tile_pairs, capacity, max_tiles, BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
+    CLASSES: tl.constexpr, LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """One program: a chunk of at most `capacity` pairs. Replaces each split's counts by their
-    exclusive prefix sums over splits. Writes offsets, partial offsets and work tiles: by block or,
-    with LONGEST, the longest first within every BLOCKS blocks."""
+    """One program: a chunk of at most `capacity` pairs. Replaces counts by their exclusive prefix
+    sums over splits; writes offsets and work tiles."""
     chunk = tl.program_id(0).to(tl.int64)
     begin, partials, work_tiles = chunk * capacity, tl.cast(0, tl.int32), tl.cast(0, tl.int32)
-    line = chunk * offsets_stride(blocks)
+    offsets += chunk * offsets_stride
+    partial_offsets += chunk * offsets_stride
     split_counts += chunk * blocks * splits
     owner += chunk * max_tiles
     ordinals += chunk * max_tiles
@@ -139,12 +131,9 @@ def nsa_csr_work_tiles(
             block_count += tl.sum(count, 0)
         num_tiles = tl.cdiv(block_count, tile_pairs)
         block_partials = tl.where(num_tiles > 1, num_tiles, 0)
-        tl.store(offsets + line + block, begin + tl.cumsum(block_count, 0) - block_count, mask=real)
-        tl.store(
-            partial_offsets + line + block,
-            partials + tl.cumsum(block_partials, 0) - block_partials,
-            mask=real,
-        )
+        tl.store(offsets + block, begin + tl.cumsum(block_count, 0) - block_count, mask=real)
+        first_partial = partials + tl.cumsum(block_partials, 0) - block_partials
+        tl.store(partial_offsets + block, first_partial, mask=real)
         ordered_tiles = num_tiles  # work tiles of each block that are sorted by block
         if LONGEST:  # full work tiles; the others follow by length class
             ordered_tiles = block_count // tile_pairs
@@ -166,8 +155,8 @@ def nsa_csr_work_tiles(
         begin += tl.sum(block_count, 0)
         partials += tl.sum(block_partials, 0)
         work_tiles += tl.sum(num_tiles, 0)
-    tl.store(offsets + line + blocks, begin)
-    tl.store(partial_offsets + line + blocks, partials)
+    tl.store(offsets + blocks, begin)
+    tl.store(partial_offsets + blocks, partials)
     for first in range(work_tiles, max_tiles, BLOCKS):
         work_tile = first + tl.arange(0, BLOCKS)
         tl.store(owner + work_tile, tl.zeros_like(work_tile) + blocks, mask=work_tile < max_tiles)
@@ -175,8 +164,8 @@ def nsa_csr_work_tiles(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_csr_scatter(
-    block_indices, ranks, split_counts, offsets, pairs, T, C, length, heads, tokens, splits, B,
-    F: tl.constexpr, BLOCK: tl.constexpr,
+    block_indices, ranks, split_counts, offsets, pairs, offsets_stride, T, C, length, heads, tokens,
+    splits, B, F: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a split. Writes each pair to its index, and replaces its rank by its index in
     the chunk."""
@@ -184,7 +173,7 @@ def nsa_csr_scatter(
     b, h, first, num_tokens = split_tokens(line, T, length, heads, tokens, B)
     split_offsets = split_counts + (line.to(tl.int64) * splits + tl.program_id(1)) * C
     lines = B * heads
-    offsets += (line // lines).to(tl.int64) * offsets_stride(lines * C)
+    offsets += (line // lines).to(tl.int64) * offsets_stride
     blocks = offsets + (line % lines).to(tl.int64) * C
     origin = tl.load(offsets)
     end = num_tokens * (F.R // F.K * F.n)
@@ -227,13 +216,13 @@ class CSR:
         B, T, R, n = block_indices.shape
         self.num_heads, self.tile_pairs, self.longest = num_heads, tile_pairs, longest
         self.length, self.heads, self.blocks = length, heads, B * heads * num_blocks
-        chunks, token_pairs = num_heads // heads * cdiv(T, length), R // num_heads * n
+        chunks, token_pairs = num_heads // heads * launch.cdiv(T, length), R // num_heads * n
         self.capacity = B * heads * min(length, T) * token_pairs  # pairs of a chunk, at most
         full_tiles = self.capacity // tile_pairs
         # partials of a chunk, at most: one per work tile of a block with several
         self.num_partials = full_tiles + min(self.blocks, full_tiles)
         # rows start at multiples of 16 bytes for any length: one compiled kernel
-        self.max_tiles = cdiv(full_tiles + min(self.blocks, self.capacity), 4) * 4
+        self.max_tiles = launch.cdiv(full_tiles + min(self.blocks, self.capacity), 4) * 4
         self.split = max(max(SPLIT_PAIRS, SPLIT_PER_BLOCK * num_blocks) // token_pairs, 1)  # tokens
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -243,7 +232,7 @@ class CSR:
         self.pairs = empty(chunks * self.capacity, dtype=wide)
         # index of a slot's pair in its chunk, -1 for an empty slot; first the rank in its split
         self.pair_indices = empty(*block_indices.shape)
-        self.split_counts = empty(chunks * B * heads, cdiv(length, self.split), num_blocks)
+        self.split_counts = empty(chunks * B * heads, launch.cdiv(length, self.split), num_blocks)
         self.offsets, self.partial_offsets = (
             empty(chunks, (self.blocks // 2 + 1) * 2, dtype=torch.int64) for _ in range(2)
         )
@@ -268,13 +257,13 @@ class CSR:
         )  # fmt: skip
         launcher(nsa_csr_work_tiles, (len(self.offsets),))(
             self.split_counts, self.offsets, self.partial_offsets, self.owner, self.ordinals,
-            C, splits, self.blocks, self.tile_pairs, self.capacity, self.max_tiles,
-            BLOCKS=TILE_BLOCKS, SPLITS=TILE_SPLITS, CLASSES=CLASSES, LONGEST=self.longest,
-            num_warps=16, num_stages=1,
+            self.offsets.stride(0), C, splits, self.blocks, self.tile_pairs, self.capacity,
+            self.max_tiles, BLOCKS=TILE_BLOCKS, SPLITS=TILE_SPLITS, CLASSES=CLASSES,
+            LONGEST=self.longest, num_warps=16, num_stages=1,
         )  # fmt: skip
         launcher(nsa_csr_scatter, (lines, splits))(
-            block_indices, self.pair_indices, self.split_counts, self.offsets, self.pairs, *sizes,
-            settings, BLOCK=SCATTER_PAIRS,
+            block_indices, self.pair_indices, self.split_counts, self.offsets, self.pairs,
+            self.offsets.stride(0), *sizes, settings, BLOCK=SCATTER_PAIRS,
         )  # fmt: skip
 
 
@@ -302,9 +291,8 @@ MAX_FORWARD_TILE_ROWS = 1024
 
 
 def allocate(inputs: Inputs, kernel: str, pair_rows: int, pair_tokens: int = 1) -> CSR:
-    """The unwritten CSR for `kernel` "forward" or "backward", in chunks whose partial results
-    of `pair_rows` rows a pair take the memory of BUDGETS; one chunk without partial results. The
-    CSR has the block indices of every `pair_tokens`-th token."""
+    """The unwritten CSR for "forward" or "backward", of every `pair_tokens`-th token, in chunks
+    whose partial results of `pair_rows` rows a pair take the memory of BUDGETS."""
     block_indices = inputs.selection.block_indices[:, ::pair_tokens]
     (B, T, R, n), K, blocks = block_indices.shape, inputs.facts.F.K, inputs.facts.C
     groups = inputs.facts.F.G * pair_tokens
@@ -314,8 +302,13 @@ def allocate(inputs: Inputs, kernel: str, pair_rows: int, pair_tokens: int = 1) 
         q_tokens = groups * T / (n * pair_rows)  # whose partial results take the memory of q
         tokens = int(max(min(max(ratio * q_tokens, min_tokens), max_ratio * q_tokens), MIN_TOKENS))
         if kernel == "backward":
-            heads = chunk_heads(K, tokens * K // T, B * blocks)
-    length = cdiv(T, cdiv(T * heads, tokens * K))
+            # some heads of all tokens are better than all heads of some tokens: dk and dv of a
+            # block then pass through memory once. A chunk keeps enough blocks for the GPU
+            divisors = [h for h in range(1, K + 1) if K % h == 0]
+            fitting = max((h for h in divisors if h <= tokens * K // T), default=1)
+            enough = (h for h in divisors if h * B * blocks >= launch.ENOUGH_PROGRAMS)
+            heads = max(fitting, min(enough, default=K))
+    length = launch.cdiv(T, launch.cdiv(T * heads, tokens * K))
     rows = B * length * (R // K * heads) * groups * n
     max_tile_rows = launch.work_tile_rows(rows, B * heads * blocks)
     if kernel == "forward":
@@ -326,13 +319,3 @@ def allocate(inputs: Inputs, kernel: str, pair_rows: int, pair_tokens: int = 1) 
     # the forward's work tiles are short, and sorted by block they reuse the cache
     longest = kernel == "backward"
     return CSR(block_indices, K, blocks, tile_pairs, length, heads, longest)
-
-
-def chunk_heads(num_heads: int, max_heads: int, blocks: int) -> int:
-    """KV heads of a backward chunk. `max_heads` heads of all tokens fit in memory, and `blocks` is
-    the number of blocks a head. Some heads of all tokens are better than all heads of some tokens:
-    dk and dv of a block then pass through memory once. A chunk keeps enough blocks for the GPU."""
-    divisors = [heads for heads in range(1, num_heads + 1) if num_heads % heads == 0]
-    fitting = [heads for heads in divisors if heads <= max_heads]
-    enough = [heads for heads in divisors if heads * blocks >= launch.ENOUGH_PROGRAMS]
-    return max(fitting[-1] if fitting else 1, enough[0] if enough else num_heads)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..common import launch
-from ..common.launch import CombineInputs, Selection, next_power_of_2
 
 # block indices or unions, the sizes of the unions, the gates of slots, first positions of sequences
 # and last tokens of documents
@@ -46,41 +45,22 @@ def settings(sizes: Sizes, **others: Any) -> Any:
 
 
 class Facts(NamedTuple):
-    """Sizes and settings of a call. `aligned` are the tokens from the first aligned group of
-    `stride` on; `tuning` is the state of tile configs."""
+    """What plans depend on."""
 
     F: Sizes
     B: int
     T: int
     S: int
-    aligned: int
+    H: int
+    C: int  # blocks of keys
+    aligned: int  # tokens from the first aligned group of `stride` on
+    rows: int  # of the tokens that share block indices
+    width: int  # of keys or values, the wider
+    whole: bool  # a query that selects a block sees all of its s keys
     dtype: torch.dtype
     tma: bool  # TMA loads k and v
     wide: bool  # offsets into q, k or v need 64 bits
-    tuning: Any
-
-    @property
-    def H(self) -> int:
-        return self.F.R * self.F.G  # type: ignore[no-any-return]
-
-    @property
-    def C(self) -> int:
-        """Blocks of keys."""
-        return launch.cdiv(self.S, self.F.s)
-
-    @property
-    def rows(self) -> int:
-        """Rows of the tokens that share block indices."""
-        return self.F.G * self.F.stride
-
-    @property
-    def width(self) -> int:
-        return max(self.F.D, self.F.E)
-
-    @property
-    def whole(self) -> bool:
-        """Whether a query that selects a block sees all of its s keys."""
-        return self.S % self.F.s == 0 and not self.F.DIAGONAL and not self.F.ENDS
+    tuning: Any  # the state of tile configs
 
 
 @dataclass(frozen=True)
@@ -90,23 +70,24 @@ class Inputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    selection: Selection
+    selection: launch.Selection
     scale: float
 
     @functools.cached_property
     def facts(self) -> Facts:
         q, k, v, selection = self.q, self.k, self.v, self.selection
         (B, T, H, D), (S, K), E = q.shape, k.shape[1:3], v.shape[-1]
-        R, n = selection.block_indices.shape[2:]
-        layouts = [launch.layout(t) for t in (q, k, v)]
+        (R, n), s, stride = selection.block_indices.shape[2:], selection.s, selection.stride
+        layouts, diagonal = [launch.layout(t) for t in (q, k, v)], selection.diagonal
+        ends = selection.documents is not None and not selection.causal
         sizes = Sizes(
-            K, R, H // R, n, next_power_of_2(n), selection.s, selection.stride, D, E,
-            launch.padded(D), launch.padded(E), selection.starts is not None, selection.diagonal,
-            selection.documents is not None and not selection.causal,
+            K, R, H // R, n, launch.next_power_of_2(n), s, stride, D, E, launch.padded(D),
+            launch.padded(E), selection.starts is not None, diagonal, ends,
             selection.soft_cap is not None, selection.gates is not None, self.scale > 0,
         )  # fmt: skip
         return Facts(
-            sizes, B, T, S, selection.aligned, q.dtype, launch.supports_tma(*layouts[1:]),
+            sizes, B, T, S, H, launch.cdiv(S, s), selection.aligned, H // R * stride, max(D, E),
+            S % s == 0 and not diagonal and not ends, q.dtype, launch.supports_tma(*layouts[1:]),
             launch.has_wide_offsets(*layouts), launch.tuning(),
         )  # fmt: skip
 
@@ -127,10 +108,7 @@ class Inputs:
         )  # fmt: skip
 
 
-def combine_group(combine_inputs: CombineInputs | None) -> Combine:
-    if combine_inputs is None:
+def combine_group(inputs: launch.CombineInputs | None) -> Combine:
+    if inputs is None:
         return Combine(*(None,) * 4, *(0,) * 4)
-    gates = combine_inputs.gates
-    return Combine(
-        combine_inputs.cmp, combine_inputs.win, gates, combine_inputs.out, *gates.stride()
-    )  # fmt: skip
+    return Combine(inputs.cmp, inputs.win, inputs.gates, inputs.out, *inputs.gates.stride())

@@ -19,25 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.launch import (
-    ENOUGH_PROGRAMS,
-    LOG2_E,
-    Accumulator,
-    BackwardInputs,
-    CombineInputs,
-    cdiv,
-)
+from ..common import primitives as steps
 from ..common.precompile import launcher
-from ..common.primitives import (
-    cap_slope,
-    large,
-    load_rows,
-    narrow,
-    soft_capped,
-    softmax_grad,
-    store_combined,
-    store_rows,
-)
 from .csr import CSR, Chunk
 from .inputs import Backward, Facts, Gradients, Inputs, combine_group, settings
 from .query_major import visible_keys
@@ -52,22 +35,25 @@ REDUCE_ROWS, DKV_KEYS = tl.constexpr(16), 64
 def load_work_tile(
     k, v, index, csr, tile_pairs, start, S, C, head, key_tile, F: tl.constexpr
 ):  # fmt: skip
-    """Of this program's work tile: block, first pair and end, in 64 bits if WIDE; batch row, KV
-    head and position of the first token. Of a tile of the block's keys: their numbers in the block,
-    positions and validity, keys and values."""
+    """Block, first pair and end of this program's work tile, batch row, KV head and position of the
+    first token; a tile of the block's keys and values, and their numbers j in the block."""
     block = tl.load(csr.owner + tl.program_id(0))
     ordinal = tl.load(csr.ordinals + tl.program_id(0)).to(tl.int64)
     begin = tl.load(csr.offsets + block) + ordinal * tile_pairs
     end = tl.minimum(begin + tile_pairs, tl.load(csr.offsets + block + 1))
-    block, begin, end = large(block, F.WIDE), narrow(begin, F.WIDE), narrow(end, F.WIDE)
+    block, begin, end = (
+        steps.large(block, F.WIDE),
+        steps.narrow(begin, F.WIDE),
+        steps.narrow(end, F.WIDE),
+    )
     b, h, c = block // C // F.HEADS, head + block // C % F.HEADS, block % C
     if F.RAGGED:
         start = tl.load(index.starts + b).to(tl.int32)
     j = key_tile * F.BLOCK_N + tl.arange(0, F.BLOCK_N)
     key = c * F.s + j
     valid = (j < F.s) & (key < S)
-    k_tile = load_rows(k.ptr + b * k.b + h * k.h, key * k.n, F.D, F.BLOCK_D, valid)
-    v_tile = load_rows(v.ptr + b * v.b + h * v.h, key * v.n, F.E, F.BLOCK_E, valid)
+    k_tile = steps.load_rows(k.ptr + b * k.b + h * k.h, key * k.n, F.D, F.BLOCK_D, valid)
+    v_tile = steps.load_rows(v.ptr + b * v.b + h * v.h, key * v.n, F.E, F.BLOCK_E, valid)
     return block, begin, end, b, h, start, j, key, valid, k_tile, v_tile
 
 
@@ -81,19 +67,18 @@ def load_pairs(pairs, i, end, F: tl.constexpr):
 
 @triton.jit
 def load_tile(q, index, csr, next_pairs, b, i, end, start, T, F: tl.constexpr):
-    """Of the rows of `next_pairs`, from pair i on: pair, batch row x T + token, position, end of
-    the document, head and validity, and queries. Also the next tile's pairs: addresses of its rows
-    depend on these."""
+    """The tile of `next_pairs`, from pair i on: pair e, batch row x T + token, position, document's
+    end, head and validity of each row, and queries; and the pairs after it, a tile ahead."""
     e, row = next_pairs, tl.arange(0, F.BLOCK_M)
     next_pairs = load_pairs(csr.pairs, i + F.BLOCK_M // F.G, end, F)
     real = (row < F.BLOCK_M // F.G * F.G) & (i + row // F.G < end)
-    bt, head = large(e // F.n // F.R, F.WIDE), e // F.n % F.R * F.G + row % F.G
+    bt, head = steps.large(e // F.n // F.R, F.WIDE), e // F.n % F.R * F.G + row % F.G
     t = bt - b * T
     ends = t
     if F.ENDS:
         ends = tl.load(index.doc_last + bt, mask=real, other=0)
-    q_tile = load_rows(q.ptr, b * q.b + t * q.n + head * q.h, F.D, F.BLOCK_D, real)
-    return next_pairs, large(e, F.WIDE), bt, start + t, ends, head, real, q_tile
+    q_tile = steps.load_rows(q.ptr, b * q.b + t * q.n + head * q.h, F.D, F.BLOCK_D, real)
+    return next_pairs, steps.large(e, F.WIDE), bt, start + t, ends, head, real, q_tile
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -101,8 +86,7 @@ def nsa_selected_fwd_key_major(
     q, k, v, index, partial_out, partial_lse, csr, tile_pairs, T, S, C, BLOCKS, start, first,
     length, scale_log2, cap, F: tl.constexpr,
 ):  # fmt: skip
-    """One program: a work tile. Reads its block and the queries of its pairs. Writes each row's
-    partial out and lse over the block."""
+    """One program: a work tile. Writes each row's partial out and lse over the block."""
     if tl.load(csr.owner + tl.program_id(0)) < BLOCKS:
         _block, begin, end, b, _h, start, _j, key, valid, k_tile, v_tile = load_work_tile(
             k, v, index, csr, tile_pairs, start, S, C, 0, 0, F
@@ -117,7 +101,7 @@ def nsa_selected_fwd_key_major(
             if F.CAP or not F.POSITIVE:
                 logits, unit_scale = logits * scale_log2, 1.0
             if F.CAP:
-                logits = soft_capped(logits, cap)
+                logits = steps.soft_capped(logits, cap)
             if not F.WHOLE:
                 visible = visible_keys(valid[None], key[None], position[:, None], ends[:, None], F)
                 logits = tl.where(visible, logits, float("-inf"))
@@ -127,7 +111,7 @@ def nsa_selected_fwd_key_major(
             l = tl.where(real, tl.sum(p, 1), 1.0)
             o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee") * (1.0 / l)[:, None]
             row = (e - (b * (T - length) + first) * (F.R * F.n)) * F.G + head % F.G
-            store_rows(partial_out, row * F.E, o, F.E, F.BLOCK_E, real, ONCE=True)
+            steps.store_rows(partial_out, row * F.E, o, F.E, F.BLOCK_E, real, ONCE=True)
             tl.store(partial_lse + row, m + tl.log2(l), mask=real)
 
 
@@ -136,9 +120,8 @@ def nsa_selected_bwd_key_major(
     q, k, v, index, bwd, partial_dq, gradients, csr, tile_pairs, T, S, C, BLOCKS, start, head,
     scale, cap, F: tl.constexpr,
 ):  # fmt: skip
-    """One program: a work tile and N keys of its block. Reads the keys, and the queries of the
-    tile's pairs. Adds to dk and dv of the block, or writes partial dk and dv if the block has
-    several work tiles. With DQ also writes each row's partial dq."""
+    """One program: a work tile and N keys of its block. Adds to dk and dv, or writes their partials
+    if the block has several work tiles. With DQ also writes each row's partial dq."""
     key_tile = tl.program_id(1)
     if tl.load(csr.owner + tl.program_id(0)) < BLOCKS:
         block, begin, end, b, h, start, j, key, valid, k_tile, v_tile = load_work_tile(
@@ -152,7 +135,7 @@ def nsa_selected_bwd_key_major(
                 q, index, csr, next_pairs, b, i, end, start, T, F
             )
             row = bt * (F.R * F.G) + query_head
-            do_tile = load_rows(bwd.d_out, row * F.E, F.E, F.BLOCK_E, real)
+            do_tile = steps.load_rows(bwd.d_out, row * F.E, F.E, F.BLOCK_E, real)
             lse_row = tl.load(bwd.lse + row, mask=real, other=0.0)
             delta_row = tl.load(bwd.delta + row, mask=real, other=0.0)
 
@@ -161,7 +144,7 @@ def nsa_selected_bwd_key_major(
             if F.CAP or F.GATES:
                 logits = product * scale
                 if F.CAP:
-                    logits = soft_capped(logits, cap)
+                    logits = steps.soft_capped(logits, cap)
                 weight = 1.0
                 if F.GATES:
                     weight = tl.load(index.gates + e, mask=real, other=1.0).to(tl.float32)[None]
@@ -173,38 +156,40 @@ def nsa_selected_bwd_key_major(
                 visible = visible_keys(visible, key[:, None], position[None], ends[None], F)
                 logits2 = tl.where(visible, logits2, float("-inf"))
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
-            p, ds = softmax_grad(logits2, 1.0, dp, lse_row[None], delta_row[None], F.GATED)
+            p, ds = steps.softmax_grad(logits2, 1.0, dp, lse_row[None], delta_row[None], F.GATED)
             dv_acc += tl.dot(p.to(do_tile.dtype), do_tile, input_precision="ieee")
             if F.GATES:
                 ds *= weight
             if F.CAP:
-                ds *= cap_slope(logits, cap)
+                ds *= steps.cap_slope(logits, cap)
             ds_tile = ds.to(q_tile.dtype)
             dk_acc += tl.dot(ds_tile, q_tile, input_precision="ieee")
             if F.DQ:
                 dq = tl.dot(tl.trans(ds_tile), k_tile, input_precision="ieee") * scale
                 # index of each row's pair within the chunk
-                pair = i - narrow(tl.load(csr.offsets), F.WIDE) + tl.arange(0, F.BLOCK_M) // F.G
-                at = (large(pair, F.WIDE) * F.KEY_TILES + key_tile) * F.G + query_head % F.G
-                store_rows(partial_dq, at * F.D, dq, F.D, F.BLOCK_D, real, ONCE=True)
+                pair = (
+                    i - steps.narrow(tl.load(csr.offsets), F.WIDE) + tl.arange(0, F.BLOCK_M) // F.G
+                )
+                at = (steps.large(pair, F.WIDE) * F.KEY_TILES + key_tile) * F.G + query_head % F.G
+                steps.store_rows(partial_dq, at * F.D, dq, F.D, F.BLOCK_D, real, ONCE=True)
 
         dk_acc *= scale
         if tl.load(csr.offsets + block + 1) - tl.load(csr.offsets + block) <= tile_pairs:
             at = (b * S + key) * F.K + h
-            dk_acc += load_rows(gradients.dk, at * F.D, F.D, F.BLOCK_D, valid)
-            dv_acc += load_rows(gradients.dv, at * F.E, F.E, F.BLOCK_E, valid)
-            store_rows(gradients.dk, at * F.D, dk_acc, F.D, F.BLOCK_D, valid)
-            store_rows(gradients.dv, at * F.E, dv_acc, F.E, F.BLOCK_E, valid)
+            dk_acc += steps.load_rows(gradients.dk, at * F.D, F.D, F.BLOCK_D, valid)
+            dv_acc += steps.load_rows(gradients.dv, at * F.E, F.E, F.BLOCK_E, valid)
+            steps.store_rows(gradients.dk, at * F.D, dk_acc, F.D, F.BLOCK_D, valid)
+            steps.store_rows(gradients.dv, at * F.E, dv_acc, F.E, F.BLOCK_E, valid)
         else:
             ordinal = tl.load(csr.ordinals + tl.program_id(0))
             partial = (tl.load(csr.partial_offsets + block) + ordinal) * F.s + j
-            store_rows(gradients.partial_dk, partial * F.D, dk_acc, F.D, F.BLOCK_D, valid)
-            store_rows(gradients.partial_dv, partial * F.E, dv_acc, F.E, F.BLOCK_E, valid)
+            steps.store_rows(gradients.partial_dk, partial * F.D, dk_acc, F.D, F.BLOCK_D, valid)
+            steps.store_rows(gradients.partial_dv, partial * F.E, dv_acc, F.E, F.BLOCK_E, valid)
 
 
 @triton.jit
 def chunk_rows(T, first, length, heads):
-    """Batch row and number in it of each of a program's rows of a chunk, `heads` a token."""
+    """Batch row and numbers of this program's rows of a chunk, `heads` a token."""
     tiles = tl.cdiv(length * heads, REDUCE_ROWS)
     b, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     i = tile * REDUCE_ROWS + tl.arange(0, REDUCE_ROWS)
@@ -215,9 +200,9 @@ def chunk_rows(T, first, length, heads):
 def nsa_selected_reduce_out(
     partial_out, partial_lse, block_indices, out, lse, combine, T, first, length, F: tl.constexpr
 ):  # fmt: skip
-    """One program: M rows (token, head) of a chunk. Reduces the partials of a row's slots into out
-    and lse; with ADD out and lse are a partial too. partial_lse is in units of log2. With COMBINE
-    also writes the layer's output."""
+    """One program: M rows (token, head) of a chunk. Reduces the partials of a row's slots, and with
+    ADD out and lse, into these. partial_lse is in units of log2. With COMBINE also writes the
+    layer's output."""
     H: tl.constexpr = F.R * F.G
     b, i, real = chunk_rows(T, first, length, H)
     row = (b * T + first) * H + i
@@ -239,13 +224,13 @@ def nsa_selected_reduce_out(
     acc = tl.full([REDUCE_ROWS, F.BLOCK_E], 0.0, tl.float32)
     if F.ADD:
         weight = tl.exp2(stored_lse - origin)
-        acc = load_rows(out, row * F.E, F.E, F.BLOCK_E, real).to(tl.float32) * weight[:, None]
+        acc = steps.load_rows(out, row * F.E, F.E, F.BLOCK_E, real).to(tl.float32) * weight[:, None]
         l += weight
     for j in tl.range(0, F.n, loop_unroll_factor=4):
         chosen = real & (tl.load(indices + j, mask=real, other=-1) >= 0)
         at = base + j * F.G
         weight = tl.exp2(tl.load(partial_lse + at, mask=chosen, other=float("-inf")) - origin)
-        o = load_rows(partial_out, at * F.E, F.E, F.BLOCK_E, chosen, ONCE=True)
+        o = steps.load_rows(partial_out, at * F.E, F.E, F.BLOCK_E, chosen, ONCE=True)
         acc += weight[:, None] * o.to(tl.float32)
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
@@ -253,11 +238,11 @@ def nsa_selected_reduce_out(
     if F.COMBINE:
         token = first + i // H
         gate = combine.gates + b * combine.b + token.to(tl.int64) * combine.t + i % H * combine.h
-        store_combined(
+        steps.store_combined(
             combine.out, acc, combine.cmp, combine.win, gate, row, combine.branch, F.E, F.BLOCK_E,
             real,
         )  # fmt: skip
-    store_rows(out, row * F.E, acc, F.E, F.BLOCK_E, real)
+    steps.store_rows(out, row * F.E, acc, F.E, F.BLOCK_E, real)
     tl.store(
         lse + row, tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453), mask=real
     )
@@ -268,18 +253,17 @@ def add_partials(
     d, partials, at, j, begin, end, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr, F: tl.constexpr
 ):  # fmt: skip
     """Adds keys j of partials begin .. end - 1 to rows `at` of d, in order."""
-    acc = load_rows(d, at * WIDTH, WIDTH, BLOCK, valid)
+    acc = steps.load_rows(d, at * WIDTH, WIDTH, BLOCK, valid)
     for partial in tl.range(begin, end, loop_unroll_factor=4):
-        acc += load_rows(partials, (partial * F.s + j) * WIDTH, WIDTH, BLOCK, valid)
-    store_rows(d, at * WIDTH, acc, WIDTH, BLOCK, valid)
+        acc += steps.load_rows(partials, (partial * F.s + j) * WIDTH, WIDTH, BLOCK, valid)
+    steps.store_rows(d, at * WIDTH, acc, WIDTH, BLOCK, valid)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_selected_reduce_dkv(
     gradients, partial_offsets, S, C, head, BLOCK_N: tl.constexpr, F: tl.constexpr
 ):  # fmt: skip
-    """One program: N keys of a block that has several work tiles. Adds the partials to dk or dv, in
-    order."""
+    """One program: N keys of a block with several work tiles. Adds the partials to dk or dv."""
     block = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(partial_offsets + block), tl.load(partial_offsets + block + 1)
     if begin < end:
@@ -298,8 +282,8 @@ def nsa_selected_reduce_dkv(
 def nsa_selected_reduce_dq(
     partial_dq, pair_indices, dq, T, first, length, head, F: tl.constexpr
 ):  # fmt: skip
-    """One program: M rows (token, head) of a chunk. Writes, with ADD adds to dq, the sum of a row's
-    partial dq over slots and key tiles."""
+    """One program: M rows (token, head) of a chunk. Writes dq, with ADD adds to it: the sum of
+    partials over slots and key tiles."""
     GROUPS: tl.constexpr = F.R // F.K * F.HEADS  # head groups of a token
     b, i, real = chunk_rows(T, first, length, GROUPS * F.G)
     token, group = first + i // F.G // GROUPS, head * (F.R // F.K) + i // F.G % GROUPS
@@ -307,14 +291,14 @@ def nsa_selected_reduce_dq(
     row, slots = group_row * F.G + i % F.G, group_row * F.n
     acc = tl.full([REDUCE_ROWS, F.BLOCK_D], 0.0, tl.float32)
     if F.ADD:
-        acc = load_rows(dq, row * F.D, F.D, F.BLOCK_D, real).to(tl.float32)
+        acc = steps.load_rows(dq, row * F.D, F.D, F.BLOCK_D, real).to(tl.float32)
     for slot in tl.range(0, F.n * F.KEY_TILES, loop_unroll_factor=4):
         at = pair_indices + slots + slot // F.KEY_TILES
         pair = tl.load(at, mask=real, other=-1).to(tl.int64)
         partial = (pair * F.KEY_TILES + slot % F.KEY_TILES) * F.G + i % F.G
-        rows = load_rows(partial_dq, partial * F.D, F.D, F.BLOCK_D, pair >= 0, ONCE=True)
+        rows = steps.load_rows(partial_dq, partial * F.D, F.D, F.BLOCK_D, pair >= 0, ONCE=True)
         acc += rows.to(tl.float32)
-    store_rows(dq, row * F.D, acc, F.D, F.BLOCK_D, real)
+    steps.store_rows(dq, row * F.D, acc, F.D, F.BLOCK_D, real)
 
 
 def gluon_kernels(inputs: Inputs) -> Any:
@@ -338,31 +322,23 @@ def plan(
     kernel: str, facts: Facts, length: int, heads: int, has_dq: bool = False, gated: bool = False,
     add: bool = False, combine: bool = False, is_gluon: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """How to launch "forward" or "backward" over a chunk of `length` tokens and `heads` heads; with
-    `is_gluon` another kernel writes the partials of the backward."""
+    """How to launch "forward" or "backward" over a chunk of `length` tokens and `heads` heads."""
     at, F = facts, facts.F
     tile = launch.key_major_tile(kernel, at.width, F.G, at.dtype)
     keys = launch.padded(F.s)
     if kernel == "backward" and not is_gluon:
         keys = min(keys, tile.block_n)
     # rows of d_out, of partials, of dk
-    num_rows = length * heads * (F.R // F.K * F.G) * F.n * cdiv(F.s, tile.block_n)
+    num_rows = length * heads * (F.R // F.K * F.G) * F.n * launch.cdiv(F.s, tile.block_n)
     elements = max(at.T * F.R * F.G, num_rows, at.S * F.K) * at.width
     wide = at.B * max(elements, at.T * F.R * F.n) >= 1 << 31
     F = settings(
-        F, HEADS=heads, BLOCK_M=tile.block_m, BLOCK_N=keys, KEY_TILES=cdiv(F.s, keys),
+        F, HEADS=heads, BLOCK_M=tile.block_m, BLOCK_N=keys, KEY_TILES=launch.cdiv(F.s, keys),
         # tiles have no padding keys, and each row sees all keys
         WHOLE=launch.padded(F.s) == F.s and at.whole, GATED=gated, DQ=has_dq,
         WIDE=at.wide or wide, ADD=add, COMBINE=combine,
     )  # fmt: skip
     return dict(F=F, num_warps=tile.num_warps, num_stages=tile.num_stages)
-
-
-def partial_rows(inputs: Inputs, is_gluon: bool) -> int:
-    """Rows of partial dq of a pair."""
-    at = inputs.facts
-    launch_args = plan("backward", at, at.T, at.F.K, is_gluon=is_gluon)
-    return launch_args["F"].KEY_TILES * at.F.G  # type: ignore[no-any-return]
 
 
 def arguments(inputs: Inputs, csr: CSR, chunk: Chunk) -> dict[str, Any]:
@@ -379,10 +355,9 @@ def forward(
     inputs: Inputs,
     csr: CSR,
     partial: tuple[Tensor, Tensor] | None,
-    combine_inputs: CombineInputs | None,
+    combine_inputs: launch.CombineInputs | None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B T H E] and lse [B T H] over the top-n blocks; accumulates in place into `partial`, out
-    and lse of other keys. Writes the layer's output of `combine_inputs`. Chunks have all heads."""
+    """out [B T H E] and lse [B T H]; accumulates in place into `partial`. Chunks have all heads."""
     at, F, H = inputs.facts, inputs.facts.F, inputs.facts.H
     out, lse = partial or launch.empty_outputs(inputs.q, inputs.v)
     # of each pair and head, in the longest chunk; lse in units of log2
@@ -394,9 +369,9 @@ def forward(
         launcher(nsa_selected_fwd_key_major, (csr.max_tiles,))(
             **arguments(inputs, csr, chunk), **at_launch, partial_out=partials[0],
             partial_lse=partials[1], first=chunk.first, length=length,
-            scale_log2=inputs.scale * LOG2_E, cap=launch.cap(inputs.selection.soft_cap),
+            scale_log2=inputs.scale * launch.LOG2_E, cap=launch.cap(inputs.selection.soft_cap),
         )  # fmt: skip
-        launcher(nsa_selected_reduce_out, (at.B * cdiv(length * H, REDUCE_ROWS.value),))(
+        launcher(nsa_selected_reduce_out, (at.B * launch.cdiv(length * H, REDUCE_ROWS.value),))(
             *partials, inputs.selection.block_indices, out, lse, combine_group(combine_inputs),
             at.T, chunk.first, length, at_launch["F"],
         )  # fmt: skip
@@ -405,17 +380,16 @@ def forward(
 
 def backward(
     inputs: Inputs,
-    bwd: BackwardInputs,
+    bwd: launch.BackwardInputs,
     csr: CSR,
     dk: Tensor,
     dv: Tensor,
-    dq: Accumulator | None,
+    dq: launch.Accumulator | None,
     gluon: Any,
     pair_tokens: int = 1,
 ) -> None:
-    """Accumulates dk [B S K D] and dv [B S K E] in float32, and dq if given. `gluon` are the Gluon
-    kernels, if they support the call. A pair has `pair_tokens` tokens, more than one only with
-    these and without dq."""
+    """Accumulates dk [B S K D] and dv [B S K E] in float32, and dq if given. A pair has
+    `pair_tokens` tokens, more than one only with the `gluon` kernels and without dq."""
     at, F = inputs.facts, inputs.facts.F
     dq_out, add = (None, False) if dq is None else dq.next_launch()
     for chunk in csr.chunks():
@@ -437,12 +411,12 @@ def backward(
                 bwd=Backward(bwd.d_out, bwd.lse, bwd.delta), partial_dq=partial_dq,
                 scale=inputs.scale, cap=launch.cap(inputs.selection.soft_cap, log2=False),
             )  # fmt: skip
-        keys = DKV_KEYS if csr.blocks >= ENOUGH_PROGRAMS else DKV_KEYS // 4
-        launcher(nsa_selected_reduce_dkv, (csr.blocks, cdiv(F.s, keys), 2))(
+        keys = DKV_KEYS if csr.blocks >= launch.ENOUGH_PROGRAMS else DKV_KEYS // 4
+        launcher(nsa_selected_reduce_dkv, (csr.blocks, launch.cdiv(F.s, keys), 2))(
             gradients, chunk.csr.partial_offsets, at.S, at.C, chunk.head, keys, at_launch["F"]
         )
         if dq is not None:
-            launcher(nsa_selected_reduce_dq, (at.B * cdiv(chunk_rows, REDUCE_ROWS.value),))(
+            launcher(nsa_selected_reduce_dq, (at.B * launch.cdiv(chunk_rows, REDUCE_ROWS.value),))(
                 partial_dq, csr.pair_indices, dq_out, at.T, chunk.first, chunk.length, chunk.head,
                 at_launch["F"],
             )  # fmt: skip

@@ -27,18 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..common import gluon_sm90 as hopper
 from ..common import launch
-from ..common.gluon_sm90 import (
-    barriers,
-    buffers,
-    load_box,
-    load_elements,
-    named_barrier,
-    probabilities,
-    reinterpret,
-    thread_barrier,
-)
-from ..common.launch import BackwardInputs, cdiv, next_power_of_2
 from ..common.precompile import launcher
 from .csr import CSR, Chunk
 from .inputs import Gradients, Inputs, settings
@@ -90,7 +80,7 @@ def tile_shape(shape, width):
 @gluon.jit
 def shared_tile(smem, number, D: gl.constexpr):
     """Tile `number` [ROWS, D] of shared memory."""
-    return reinterpret(smem, smem.dtype, tile_shape(smem.shape, D), TILE).index(number)
+    return hopper.reinterpret(smem, smem.dtype, tile_shape(smem.shape, D), TILE).index(number)
 
 
 @gluon.jit
@@ -120,7 +110,7 @@ def copy_rows(t, strides, e, token_offset, b, tile, F: gl.constexpr):
     column = gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
     token, head = e // (F.n * F.R) - token_offset, pair_heads(e, row, F).to(gl.int64)
     at = b.to(gl.int64) * strides[0] + token.to(gl.int64) * strides[1] + head * strides[2]
-    load_elements(tile, t + (at[:, None] + column[None]))
+    hopper.load_elements(tile, t + (at[:, None] + column[None]))
 
 
 @gluon.jit
@@ -136,8 +126,8 @@ def copy_boxes(
         for half in gl.static_range(D // WIDTH):
             at = [b, token, head, half * WIDTH]
             box = first + half * PAIRS + t
-            load_box(q, at, bar, ring.q.index(box))
-            load_box(d_out, at, bar, ring.d_out.index(box))
+            hopper.load_box(q, at, bar, ring.q.index(box))
+            hopper.load_box(d_out, at, bar, ring.d_out.index(box))
 
 
 @gluon.jit
@@ -159,8 +149,8 @@ def produce(q, d_out, k, v, lse, delta, strides, work, block, ring, F: gl.conste
         b, h, c = (b0, h0, c0) if consumer == 0 else (b1, h1, c1)
         bar = block.bar.index(consumer)
         mbarrier.expect(bar, KEYS * D * 4)
-        load_box(k, [b, c * KEYS, h, 0], bar, block.k.index(consumer))
-        load_box(v, [b, c * KEYS, h, 0], bar, block.v.index(consumer))
+        hopper.load_box(k, [b, c * KEYS, h, 0], bar, block.k.index(consumer))
+        hopper.load_box(v, [b, c * KEYS, h, 0], bar, block.v.index(consumer))
     steps = gl.cdiv(gl.maximum(end0 - begin0, end1 - begin1), F.PAIRS)
     for j in range(0, steps):
         for consumer in gl.static_range(CONSUMERS):
@@ -172,7 +162,7 @@ def produce(q, d_out, k, v, lse, delta, strides, work, block, ring, F: gl.conste
                 token = e // (F.n * F.R) * F.TOKENS + row // F.GROUP % F.TOKENS
                 at = token.to(gl.int64) * (F.R * F.G) + pair_heads(e, row, F)
                 if j >= STAGES:
-                    named_barrier("sync", stage, THREADS)
+                    hopper.named_barrier("sync", stage, THREADS)
                 bar, first = ring.full.index(stage), stage * BOXES
                 if F.BY_ROW:
                     LAYOUT: gl.constexpr = gl.SliceLayout(1, copy_layout(F.GROUP))
@@ -183,15 +173,15 @@ def produce(q, d_out, k, v, lse, delta, strides, work, block, ring, F: gl.conste
                     copy_rows(d_out, packed, row_pairs, 0, b, ring.d_out.index(first), F)
                 else:
                     copy_boxes(q, d_out, pairs, b * T, b, i, end, bar, ring, first, D, F)
-                load_elements(ring.lse.index(stage), lse + at)
-                load_elements(ring.delta.index(stage), delta + at)
+                hopper.load_elements(ring.lse.index(stage), lse + at)
+                hopper.load_elements(ring.delta.index(stage), delta + at)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
     # complete every barrier
     for consumer in gl.static_range(CONSUMERS):
         begin, end = (begin0, end0) if consumer == 0 else (begin1, end1)
         steps = gl.maximum(gl.cdiv(end - begin, F.PAIRS), 0)
         for j in range(gl.maximum(steps - STAGES, 0), steps):
-            named_barrier("sync", consumer * STAGES + j % STAGES, THREADS)
+            hopper.named_barrier("sync", consumer * STAGES + j % STAGES, THREADS)
 
 
 @gluon.jit
@@ -205,7 +195,7 @@ def write_rows(partial_dq, tile, buffer, i, end, origin, F: gl.constexpr):
     valid = (i + row // F.GROUP < end) & (row % F.GROUP < F.G)
     at = ((i - origin + row // F.GROUP).to(gl.int64) * F.G + row % F.GROUP) * D
     buffer.store(tile)
-    thread_barrier()
+    hopper.thread_barrier()
     # evict first: read after they have left the cache
     at = partial_dq + (at[:, None] + column[None])
     gl.store(at, buffer.load(LAYOUT), mask=valid[:, None], eviction_policy="evict_first")
@@ -252,24 +242,26 @@ def consume(
         real = (i + row // F.PAIR_ROWS < end) & (row % F.GROUP < F.G)
         lse_row = gl.where(real, lse_row, float("inf"))
         s, dp = warpgroup_mma_wait(0, deps=[s, dp])
-        p = probabilities(s, scale * 1.4426950408889634, lse_row[None], delta_row[None], F.GATED)
+        p = hopper.probabilities(
+            s, scale * 1.4426950408889634, lse_row[None], delta_row[None], F.GATED
+        )
         ds = p * (dp - delta_row[None])
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), LEFT), do_tile, dv, is_async=True)
         left = gl.convert_layout(ds.to(dtype), LEFT)
         dk = warpgroup_mma(left, q_tile, dk, is_async=True)
         if F.DQ:
             ds_tile = shared_tile(ds_smem, CONSUMER * (D // ROWS), ROWS)
-            thread_barrier()
+            hopper.thread_barrier()
             ds_tile.store(left)
             fence_async_shared()
-            thread_barrier()
+            hopper.thread_barrier()
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-        named_barrier("arrive", stage, THREADS)
+        hopper.named_barrier("arrive", stage, THREADS)
         if F.DQ:
             dq = gl.zeros([ROWS, D], gl.float32, ACC)
             dq = warpgroup_mma(ds_tile.permute((1, 0)), k_tile, dq, use_acc=False, is_async=True)
             dq = (warpgroup_mma_wait(0, deps=[dq]) * scale).to(dtype)
-            thread_barrier()  # all have read ds
+            hopper.thread_barrier()  # all have read ds
             write_rows(partial_dq, dq, shared_tile(ds_smem, CONSUMER, D), i, end, origin, F)
     dk *= scale
     if end > begin:
@@ -300,12 +292,12 @@ def nsa_selected_bwd_key_major_sm90(
     D: gl.constexpr = k.block_shape[3]
     BOXES: gl.constexpr = F.PAIRS * (D // WIDTH)
     BUFFERS: gl.constexpr = CONSUMERS * F.STAGES
-    k_smem, v_smem = buffers(k, CONSUMERS), buffers(v, CONSUMERS)
+    k_smem, v_smem = hopper.buffers(k, CONSUMERS), hopper.buffers(v, CONSUMERS)
     if F.BY_ROW:
         q_smem = gl.allocate_shared_memory(k.dtype, [BUFFERS, ROWS.value, D], TILE)
         do_smem = gl.allocate_shared_memory(k.dtype, [BUFFERS, ROWS.value, D], TILE)
     else:
-        q_smem, do_smem = buffers(q, BUFFERS * BOXES), buffers(q, BUFFERS * BOXES)
+        q_smem, do_smem = hopper.buffers(q, BUFFERS * BOXES), hopper.buffers(q, BUFFERS * BOXES)
     ds_smem = q_smem
     if F.DQ:
         ds_smem = gl.allocate_shared_memory(k.dtype, [CONSUMERS.value, ROWS.value, D], TILE)
@@ -313,9 +305,9 @@ def nsa_selected_bwd_key_major_sm90(
     lse_smem = gl.allocate_shared_memory(gl.float32, [BUFFERS, ROWS], FLAT)
     delta_smem = gl.allocate_shared_memory(gl.float32, [BUFFERS, ROWS], FLAT)
     # the threads that copy into a stage arrive at its barrier too
-    kv_bar, full = barriers(CONSUMERS, 1), barriers(BUFFERS, 128 if F.BY_ROW else 33)
+    kv_bar, full = hopper.barriers(CONSUMERS, 1), hopper.barriers(BUFFERS, 128 if F.BY_ROW else 33)
     fence_async_shared()
-    thread_barrier()
+    hopper.thread_barrier()
     block = Block(k_smem, v_smem, kv_bar)
     ring = Ring(q_smem, do_smem, lse_smem, delta_smem, full)
     gl.warp_specialize(
@@ -338,7 +330,7 @@ def is_supported(inputs: Inputs) -> bool:
     if ROWS.value < G or not 0 < inputs.selection.block_indices.numel() < 1 << 31:
         return False
     # threads copy 16 bytes each, which Triton infers from strides divisible by 16
-    copied = next_power_of_2(G) < MIN_BOX_ROWS
+    copied = launch.next_power_of_2(G) < MIN_BOX_ROWS
     aligned = not copied or all(stride % 16 == 0 for stride in q.stride()[:3])
     return aligned and inputs.suits_gluon
 
@@ -346,7 +338,7 @@ def is_supported(inputs: Inputs) -> bool:
 def pair_tokens(inputs: Inputs) -> int:
     """Neighbouring tokens of one pair: they share their block indices and fit in a tile. 1 if they
     are not aligned to token 0, or have fewer than MIN_BOX_ROWS rows."""
-    at, rows = inputs.facts, next_power_of_2(inputs.facts.F.G)
+    at, rows = inputs.facts, launch.next_power_of_2(inputs.facts.F.G)
     if at.F.RAGGED:
         return 1
     tokens = math.gcd(at.F.stride, inputs.selection.start, at.T, ROWS.value // rows)
@@ -355,7 +347,7 @@ def pair_tokens(inputs: Inputs) -> int:
 
 def backward(
     inputs: Inputs,
-    bwd: BackwardInputs,
+    bwd: launch.BackwardInputs,
     gradients: Gradients,
     partial_dq: Tensor | None,
     csr: CSR,
@@ -364,7 +356,7 @@ def backward(
 ) -> None:
     """Like `nsa_selected_bwd_key_major`: adds to dk and dv or writes partial dk and dv. Writes
     partial dq [pairs G, D]. Pairs of several `tokens` have no partial dq."""
-    at, F, group = inputs.facts, inputs.facts.F, next_power_of_2(inputs.facts.F.G)
+    at, F, group = inputs.facts, inputs.facts.F, launch.next_power_of_2(inputs.facts.F.G)
     F = settings(
         F, HEADS=csr.heads, GROUP=group, TOKENS=tokens, STAGES=STAGES, GATED=bwd.gated,
         DQ=partial_dq is not None, BY_ROW=tokens * group < MIN_BOX_ROWS, REGISTERS=REGISTERS,
@@ -372,7 +364,7 @@ def backward(
     )  # fmt: skip
     box, q_box = [1, KEYS.value, 1, F.D], [1, tokens, group, WIDTH.value]
     q, d_out = (t if F.BY_ROW else launch.gluon_box(t, q_box) for t in (inputs.q, bwd.d_out))
-    launcher(nsa_selected_bwd_key_major_sm90, (cdiv(csr.max_tiles, 2),))(
+    launcher(nsa_selected_bwd_key_major_sm90, (launch.cdiv(csr.max_tiles, 2),))(
         q=q, k=launch.gluon_box(inputs.k, box), v=launch.gluon_box(inputs.v, box), d_out=d_out,
         strides=inputs.q.stride()[:3], lse=bwd.lse, delta=bwd.delta, partial_dq=partial_dq,
         gradients=gradients, csr=chunk.csr, tile_pairs=csr.tile_pairs, num_tiles=csr.max_tiles,

@@ -18,28 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.launch import (
-    LOG2_E,
-    Accumulator,
-    BackwardInputs,
-    CombineInputs,
-    cdiv,
-    next_power_of_2,
-)
+from ..common import primitives as steps
 from ..common.precompile import launcher
-from ..common.primitives import (
-    cap_slope,
-    grid_position,
-    load_keys,
-    load_rows,
-    measured_from,
-    scaled_step,
-    soft_capped,
-    softmax_grad,
-    store_combined,
-    store_rows,
-    store_softmax,
-)
 from .inputs import Backward, Facts, Inputs, combine_group, settings
 from .union import Unions
 
@@ -52,9 +32,8 @@ BOUNDED_ROWS = 64
 @triton.jit
 def tile_position(index, start, groups, F: tl.constexpr):
     """This program's tile, batch row, head group and KV head; position of the first token; and
-    whether the launch reads the tile. `index.counts` are the sizes of the unions, 0 for a group
-    without one: with UNION a tile is a union, otherwise it belongs to a group without one."""
-    tile, br, _tiles, _brs = grid_position(F.FLIPPED)
+    whether the launch reads the tile. `index.counts` is 0 for a group without a union."""
+    tile, br, _tiles, _brs = steps.grid_position(F.FLIPPED)
     b, r = (br // F.R).to(tl.int64), (br % F.R).to(tl.int64)
     if F.RAGGED:
         start = tl.load(index.starts + b).to(tl.int32)
@@ -68,9 +47,8 @@ def tile_position(index, start, groups, F: tl.constexpr):
 
 @triton.jit
 def load_tile(q, index, b, r, tile, start, T, groups, F: tl.constexpr):
-    """Queries of a tile, which starts at an aligned group: token, head, row of [B T H], validity
-    and document's end of each; pointer to the tile's blocks and their number: of the union, or of
-    the block indices up to the last valid one."""
+    """Queries of a tile; token, head, row of [B T H], validity and document's end of each; pointer
+    to the blocks of the union, or the block indices up to the last valid one, and their number."""
     first = tile * F.TOKENS - start % F.stride
     i = tl.arange(0, F.BLOCK_M)
     token = first + i // F.G
@@ -91,15 +69,14 @@ def load_tile(q, index, b, r, tile, start, T, groups, F: tl.constexpr):
     head = r * F.G + i % F.G
     row = (b * T + token) * (F.R * F.G) + head
     offsets = b * q.b + token.to(tl.int64) * q.n + head * q.h
-    q_tile = load_rows(q.ptr, offsets, F.D, F.BLOCK_D, real)
+    q_tile = steps.load_rows(q.ptr, offsets, F.D, F.BLOCK_D, real)
     return q_tile, token, head, row, real, ends, blocks, length
 
 
 @triton.jit
 def tile_keys(k, v, k_strides, v_strides, b, h, blocks, j0, n, S, F: tl.constexpr):
-    """Keys and values from j0 on of n blocks, concatenated and padded to BLOCK_S each: both tiles,
-    positions and validity of the keys [N], and their packed blocks (a scalar if BLOCK_N <=
-    BLOCK_S)."""
+    """Keys and values from j0 on of n blocks, padded to BLOCK_S each: both tiles, positions and
+    validity of the keys [N], and their packed blocks (a scalar if BLOCK_N <= BLOCK_S)."""
     j = j0 + tl.arange(0, F.BLOCK_N)
     if F.BLOCK_N <= F.BLOCK_S:
         packed = tl.load(blocks + j0 // F.BLOCK_S, mask=j0 // F.BLOCK_S < n, other=-1)
@@ -110,10 +87,10 @@ def tile_keys(k, v, k_strides, v_strides, b, h, blocks, j0, n, S, F: tl.constexp
     # key >= 0 stands for c >= 0: a scalar mask times a vector is an integer in Triton 3.9's
     # interpreter
     key0, valid = c * F.s + j0 % F.BLOCK_S, (key >= 0) & (j % F.BLOCK_S < F.s) & (key < S)
-    k_tile = load_keys(
+    k_tile = steps.load_keys(
         k, b, h, key, key0, valid, k_strides[0], k_strides[1], k_strides[2], F.D, F.BLOCK_D, F.TMA
     )
-    v_tile = load_keys(
+    v_tile = steps.load_keys(
         v, b, h, key, key0, valid, v_strides[0], v_strides[1], v_strides[2], F.E, F.BLOCK_E, F.TMA
     )
     return k_tile, v_tile, key, valid, packed
@@ -131,9 +108,8 @@ def visible_keys(valid, key, position, end, F: tl.constexpr):
 
 @triton.jit
 def mask_logits(logits, packed, key, valid, position, ends, F: tl.constexpr):
-    """Logits [M, N], -inf for keys that a row does not see, and a bias [M] of rows. With WHOLE a
-    row sees all keys of a packed block or none, and its bias is 0 or -inf. With UNION a row sees
-    the blocks that its member chose."""
+    """Logits [M, N], -inf for keys that a row does not see; with WHOLE a row sees all keys of the
+    block or none, and has a bias of 0 or -inf instead."""
     bias = 0.0
     member = tl.arange(0, F.BLOCK_M) // (F.G * F.stride)
     if F.WHOLE:
@@ -167,16 +143,15 @@ def nsa_selected_fwd_query_major(
     q, k, v, k_strides, v_strides, norms, index, out, lse, combine, T, S, start, groups,
     scale_log2, cap, F: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of tokens that share block indices, or a union. Reads the tile's blocks.
-    Writes out and lse, with ADD combined with the previous out and lse; with COMBINE also
-    the layer's output."""
+    """One program: a tile of tokens that share block indices, or a union. Writes out and lse, with
+    ADD combined with the previous ones; with COMBINE also the layer's output."""
     tile, b, r, h, start, is_read = tile_position(index, start, groups, F)
     if is_read:
         q_tile, token, head, row, real, ends, blocks, length = load_tile(
             q, index, b, r, tile, start, T, groups, F
         )
         if F.ADD:
-            acc = load_rows(out, row * F.E, F.E, F.BLOCK_E, real).to(tl.float32)
+            acc = steps.load_rows(out, row * F.E, F.E, F.BLOCK_E, real).to(tl.float32)
             m = tl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
             l = tl.where(m == float("-inf"), 0.0, 1.0)
         else:
@@ -185,7 +160,7 @@ def nsa_selected_fwd_query_major(
             l = tl.full([F.BLOCK_M], 0.0, tl.float32)
         large_logits = True
         if F.BOUNDED:
-            m, factor, large_logits = measured_from(
+            m, factor, large_logits = steps.measured_from(
                 q_tile, norms, b * F.K + h, scale_log2, F.s, m, not F.ADD
             )
             if F.ADD:
@@ -201,19 +176,19 @@ def nsa_selected_fwd_query_major(
             if F.CAP or F.GATES or not F.POSITIVE:
                 logits, unit_scale = logits * scale_log2, 1.0
             if F.CAP:
-                logits = soft_capped(logits, cap)
+                logits = steps.soft_capped(logits, cap)
             if F.GATES:
                 logits *= slot_gates(index.gates, b * T + token, r, j0, real, F)
             logits, bias = mask_logits(logits, packed, key, valid, start + token, ends, F)
-            acc, m, l = scaled_step(
+            acc, m, l = steps.scaled_step(
                 logits, unit_scale, bias, v_tile, acc, m, l, large_logits, lse, j0, F.BOUNDED,
                 "ieee",
             )  # fmt: skip
 
-        acc = store_softmax(out, lse, row, acc, m, l, F.E, F.BLOCK_E, real)
+        acc = steps.store_softmax(out, lse, row, acc, m, l, F.E, F.BLOCK_E, real)
         if F.COMBINE:
             gate = combine.gates + b * combine.b + token.to(tl.int64) * combine.t + head * combine.h
-            store_combined(
+            steps.store_combined(
                 combine.out, acc, combine.cmp, combine.win, gate, row, combine.branch, F.E,
                 F.BLOCK_E, real,
             )  # fmt: skip
@@ -231,7 +206,7 @@ def nsa_selected_dq_query_major(
         q_tile, token, _head, row, real, ends, blocks, length = load_tile(
             q, index, b, r, tile, start, T, groups, F
         )
-        do_tile = load_rows(bwd.d_out, row * F.E, F.E, F.BLOCK_E, real)
+        do_tile = steps.load_rows(bwd.d_out, row * F.E, F.E, F.BLOCK_E, real)
         lse_row = tl.load(bwd.lse + row, mask=real, other=0.0)
         delta_row = tl.load(bwd.delta + row, mask=real, other=0.0)
         acc = tl.full([F.BLOCK_M, F.BLOCK_D], 0.0, tl.float32)
@@ -245,7 +220,7 @@ def nsa_selected_dq_query_major(
             if F.CAP or F.GATES:
                 logits = product * scale
                 if F.CAP:
-                    logits = soft_capped(logits, cap)
+                    logits = steps.soft_capped(logits, cap)
                 weight = 1.0
                 if F.GATES:
                     weight = slot_gates(index.gates, b * T + token, r, j0, real, F)
@@ -255,7 +230,9 @@ def nsa_selected_dq_query_major(
             logits2, bias = mask_logits(logits2, packed, key, valid, start + token, ends, F)
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
             seen_lse = lse_row - bias
-            _p, ds = softmax_grad(logits2, 1.0, dp, seen_lse[:, None], delta_row[:, None], F.GATED)
+            _p, ds = steps.softmax_grad(
+                logits2, 1.0, dp, seen_lse[:, None], delta_row[:, None], F.GATED
+            )
             if F.GATES:
                 gate_grad, first_slot = ds * logits, j0 // F.BLOCK_S
                 if F.BLOCK_N < F.BLOCK_S:  # a block takes several iterations; store at the last
@@ -271,13 +248,13 @@ def nsa_selected_dq_query_major(
                     tl.store(d_gates + at, tl.sum(gate_grad, 2), mask=valid_slots)
                 ds *= weight
             if F.CAP:
-                ds *= cap_slope(logits, cap)
+                ds *= steps.cap_slope(logits, cap)
             acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision="ieee")
 
         acc *= scale
         if F.ADD:
-            acc += load_rows(dq, row * F.D, F.D, F.BLOCK_D, real).to(tl.float32)
-        store_rows(dq, row * F.D, acc, F.D, F.BLOCK_D, real)
+            acc += steps.load_rows(dq, row * F.D, F.D, F.BLOCK_D, real).to(tl.float32)
+        steps.store_rows(dq, row * F.D, acc, F.D, F.BLOCK_D, real)
 
 
 KERNELS = {"forward": nsa_selected_fwd_query_major, "dq": nsa_selected_dq_query_major}
@@ -285,22 +262,21 @@ KERNELS = {"forward": nsa_selected_fwd_query_major, "dq": nsa_selected_dq_query_
 
 @functools.lru_cache(maxsize=256)
 def plan(
-    kernel: str, facts: Facts, groups: tuple[int, int, int] | None, is_union: bool,
+    kernel: str, facts: Facts, members: int, limit: int, is_union: bool,
     has_norms: bool = False, add: bool = False, combine: bool = False, gated: bool = False,
 ) -> launch.Plan:  # fmt: skip
-    """The launch of "forward" or "dq". With `groups`, the members, number and limit of the unions
-    of a line, it runs the groups that have a union if `is_union`, else the other groups."""
+    """The launch of "forward" or "dq": of groups of `members` that have a union of up to `limit`
+    blocks if `is_union`, else of the other groups."""
     at, F, s = facts, facts.F, facts.F.s
     # the largest number of tokens that divides the stride and fits in a tile
     max_rows = launch.architecture().query_major_rows
     fitting = (t for t in range(1, F.stride + 1) if F.stride % t == 0 and t * F.G <= max_rows)
     tokens = max(fitting, default=1)
-    members, _, limit = groups or (1, 0, 0)
     if is_union:
         tokens, F = tokens * members, F._replace(n=limit)
     tile = launch.query_major_tile(kernel, at.width, tokens * F.G, at.dtype, is_union)
-    block_n, block_s = tile.block_n, next_power_of_2(s)
-    grid, flipped = launch.grid(cdiv(at.aligned, tokens), at.B * F.R)
+    block_n, block_s = tile.block_n, launch.next_power_of_2(s)
+    grid, flipped = launch.grid(launch.cdiv(at.aligned, tokens), at.B * F.R)
     F = settings(
         F, BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_S=block_s, TOKENS=tokens,
         MEMBERS=members, UNION=is_union,
@@ -326,20 +302,17 @@ def launch_tiles(
     only_unions: bool = False,
     **args: Any,
 ) -> None:
-    """Launch "forward" or "dq" with its own arguments: the groups without a union, unless
-    `only_unions`, and those with one."""
+    """Launch "forward" or "dq" for groups without a union, unless `only_unions`, and with one."""
     q, k, v, facts = inputs.q, inputs.k, inputs.v, inputs.facts
-    sizes, counts, num_groups = None, None, 0
-    if unions is not None:
-        sizes, counts, num_groups = unions.sizes, unions.counts, unions.groups
+    blocks, counts, groups, limit, members, _ = unions or (None, None, 0, 0, 1, 0.0)
     for is_union in (False, True)[only_unions : 1 if unions is None else 2]:
-        at = plan(kernel, facts, sizes, is_union, **flags)
-        F, blocks = at.args["F"], unions.blocks if unions is not None and is_union else None
+        at = plan(kernel, facts, members, limit, is_union, **flags)
+        F = at.args["F"]
         launcher(KERNELS[kernel], at.grid)(
             q=launch.strided(q), k=launch.box(k, F.BLOCK_N) if F.TMA else k,
             v=launch.box(v, F.BLOCK_N) if F.TMA else v, k_strides=k.stride()[:3],
-            v_strides=v.stride()[:3], index=inputs.index(blocks, counts), T=facts.T, S=facts.S,
-            start=inputs.selection.start, groups=num_groups, **args, **at.args,
+            v_strides=v.stride()[:3], index=inputs.index(blocks if is_union else None, counts),
+            T=facts.T, S=facts.S, start=inputs.selection.start, groups=groups, **args, **at.args,
         )  # fmt: skip
 
 
@@ -349,25 +322,24 @@ def forward(
     unions: Unions | None = None,
     outputs: tuple[Tensor, Tensor] | None = None,
     norms: Tensor | None = None,
-    combine_inputs: CombineInputs | None = None,
+    combine_inputs: launch.CombineInputs | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B T H E] and lse [B T H] over the top-n blocks; accumulates in place into `partial`.
-    With `outputs`, in which another kernel writes most groups, writes only those that have a union.
-    `norms` are the key norms. Writes the layer's output of `combine_inputs`."""
+    """out [B T H E] and lse [B T H]; accumulates in place into `partial`. With `outputs`, in which
+    another kernel writes most groups, writes only those that have a union."""
     out, lse = outputs or partial or launch.empty_outputs(inputs.q, inputs.v)
     flags = dict(
         has_norms=norms is not None, add=partial is not None, combine=combine_inputs is not None
     )
     launch_tiles(
         "forward", inputs, unions, flags, outputs is not None, norms=norms, out=out, lse=lse,
-        combine=combine_group(combine_inputs), scale_log2=inputs.scale * LOG2_E,
+        combine=combine_group(combine_inputs), scale_log2=inputs.scale * launch.LOG2_E,
         cap=launch.cap(inputs.selection.soft_cap),
     )  # fmt: skip
     return out, lse
 
 
 def backward_q(
-    inputs: Inputs, bwd: BackwardInputs, dq: Accumulator, unions: Unions | None = None
+    inputs: Inputs, bwd: launch.BackwardInputs, dq: launch.Accumulator, unions: Unions | None = None
 ) -> Tensor | None:
     """Accumulates dq and returns the gradient of the gates."""
     q, F, d_gates = inputs.q, inputs.facts.F, None

@@ -18,9 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
-from ..common.launch import Selection, cdiv, next_power_of_2
+from ..common import primitives as steps
 from ..common.precompile import launcher
-from ..common.primitives import grid_position
 from .inputs import Inputs
 
 # comparisons of block indices of a program at most, and block indices of a one-warp program
@@ -37,26 +36,15 @@ class Unions(NamedTuple):
 
     blocks: Tensor  # [B R groups limit] int64
     counts: Tensor  # [B R groups] int32
+    groups: int
+    limit: int  # of the blocks of a union
     members: int  # of a group
     cost: float = 0.0  # of a block, relative to a block of one member
-
-    @property
-    def groups(self) -> int:
-        return self.counts.shape[2]
-
-    @property
-    def limit(self) -> int:
-        return self.blocks.shape[3]
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        return self.members, self.groups, self.limit
 
 
 @triton.jit
 def load_blocks(block_indices, b, r, token, slot, T, R, n):
-    """Block indices of slots of head group r of tokens; -1 for empty ones. Tokens before the call
-    share the block indices of token 0."""
+    """Block indices of slots; -1 for empty ones. Tokens before the call share those of token 0."""
     line = (b * T + tl.maximum(token, 0)) * R + r
     return tl.load(block_indices + line * n + slot, mask=slot < tl.where(token < T, n, 0), other=-1)
 
@@ -96,16 +84,14 @@ def nsa_selected_union(
     block_indices, blocks, counts, shared, shared_counts, starts, start, T, n, limit, shared_limit,
     groups, all_members, cost, F: tl.constexpr,
 ):  # fmt: skip
-    """One program: GROUPS groups of MEMBERS members, each without repeated blocks. With OVERLAPPING
-    writes each group's union if the union has fewer than 1 / cost of the members' blocks, and its
-    size, else 0.
-
-    With a CHUNK also writes the shared union of all groups and its size. If every group has a
-    union, the size is -1 - size, for `nsa_selected_union_settle`; otherwise no group has one."""
+    """One program: GROUPS groups of MEMBERS members. With OVERLAPPING writes each group's union if
+    it has fewer than 1 / cost of the members' blocks, and its size, else 0. With a CHUNK also
+    writes the shared union of all groups and its size: -1 - size, for `nsa_selected_union_settle`,
+    if every group has a union; otherwise no group has one."""
     MEMBERS: tl.constexpr = F.MEMBERS
     SLOTS: tl.constexpr = F.SLOTS
     ALL: tl.constexpr = F.GROUPS * MEMBERS * SLOTS
-    program, br, programs, _brs = grid_position(F.FLIPPED)
+    program, br, programs, _brs = steps.grid_position(F.FLIPPED)
     b, r = (br // F.R).to(tl.int64), br % F.R
     if F.RAGGED:
         start = tl.load(starts + b).to(tl.int32)
@@ -157,8 +143,8 @@ def nsa_selected_union(
 
 @triton.jit(do_not_specialize=["groups", "shared_groups"])
 def nsa_selected_union_settle(counts, shared_counts, groups, shared_groups, BLOCK: tl.constexpr):
-    """One program. If at least half of the shared unions have groups with unions, these groups keep
-    their unions and the shared ones get size -1. Otherwise no group keeps a union."""
+    """One program. If groups of at least half of the shared unions have unions, they keep these and
+    the shared ones get size -1. Otherwise no group keeps a union."""
     i = tl.arange(0, BLOCK)
     overlapping = tl.zeros([BLOCK], tl.int32)
     for first in range(0, shared_groups, BLOCK):
@@ -173,23 +159,29 @@ def nsa_selected_union_settle(counts, shared_counts, groups, shared_groups, BLOC
         tl.store(counts + first + i, tl.zeros([BLOCK], tl.int32), mask=first + i < groups)
 
 
-def allocate(selection: Selection, members: int, limit: int, cost: float = 0.0) -> Unions:
+def allocate(selection: launch.Selection, members: int, limit: int, cost: float = 0.0) -> Unions:
     """Unions of `members` members each, of `limit` blocks at most."""
     indices = selection.block_indices
     B, _T, R, _n = indices.shape
-    groups = cdiv(selection.aligned, members * selection.stride)
+    groups = launch.cdiv(selection.aligned, members * selection.stride)
     blocks = indices.new_empty(B, R, groups, limit, dtype=torch.int64)
-    return Unions(blocks, indices.new_empty(B, R, groups, dtype=torch.int32), members, cost)
+    counts = indices.new_empty(B, R, groups, dtype=torch.int32)
+    return Unions(blocks, counts, groups, limit, members, cost)
 
 
-def write_unions(selection: Selection, unions: Unions | None, shared: Unions | None = None) -> None:
-    """Writes the unions of groups with enough overlap, if any, and the `shared` unions in chunks;
-    see the kernels."""
-    B, T, R, n = selection.block_indices.shape
-    whole, chunk = (unions, 0) if shared is None else (shared, CHUNK)
+def write_unions(
+    selection: launch.Selection, unions: Unions | None, shared: Unions | None = None
+) -> None:
+    """Writes the unions of groups with enough overlap, if any, and the `shared` unions."""
+    whole = unions if shared is None else shared
     if whole is None:
         return
-    groups, slots = unions or whole, next_power_of_2(n)
+    B, T, R, n = selection.block_indices.shape
+    groups, slots, chunk = (
+        unions or whole,
+        launch.next_power_of_2(n),
+        0 if shared is None else CHUNK,
+    )
     grid, flipped = launch.grid(whole.groups, B * R)
     settings = Settings(
         R, groups.members, whole.members // groups.members, selection.stride, slots, chunk,
@@ -214,7 +206,7 @@ def allocate_unions(inputs: Inputs) -> Unions | None:
     rule = launch.union_rule(at.rows, at.dtype)
     if rule is None or at.F.GATES or not n:
         return None
-    few = at.B * at.F.R * cdiv(at.aligned, rule.members * at.F.stride) < rule.least
+    few = at.B * at.F.R * launch.cdiv(at.aligned, rule.members * at.F.stride) < rule.least
     if few or rule.members * at.F.SLOTS**2 > MAX_COMPARISONS:
         return None
     # a larger union is slower than its members

@@ -23,20 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mma_v2,
 )
 
+from ..common import gluon_sm90 as hopper
 from ..common import launch
-from ..common.gluon_sm90 import (
-    barriers,
-    buffers,
-    fetch_rows,
-    finish,
-    load_box,
-    named_barrier,
-    reinterpret,
-    thread_barrier,
-)
-from ..common.launch import LOG2_E, CombineInputs
+from ..common import primitives as steps
 from ..common.precompile import launcher
-from ..common.primitives import LARGEST_BOUND
 from . import union
 from .inputs import Inputs, combine_group, settings
 from .union import Unions
@@ -95,7 +85,7 @@ def tile_coords(nth, unions, F: gl.constexpr):
 def rows_smem(q, ring, slot, CONSUMER: gl.constexpr):
     """Shared memory of a consumer's queries: from a slot on, in keys or values."""
     smem = (ring.k if CONSUMER == 0 else ring.v).index(slot)
-    return reinterpret(smem, q.dtype, q.block_shape, q.layout)
+    return hopper.reinterpret(smem, q.dtype, q.block_shape, q.layout)
 
 
 @gluon.jit
@@ -118,14 +108,14 @@ def produce(q, k, v, out, combine, unions, T, ring, F: gl.constexpr):
             stage = turn % F.CHUNKS
             if turn >= F.CHUNKS:
                 for i in gl.static_range(CHUNK):
-                    named_barrier("sync", stage * CHUNK + i, THREADS)
+                    hopper.named_barrier("sync", stage * CHUNK + i, THREADS)
             bar = ring.full.index(stage)
             mbarrier.expect(bar, BYTES)
             mbarrier.arrive(bar, count=CHUNK - 1)
             for consumer in gl.static_range(CONSUMERS):
                 token = (group * CONSUMERS + consumer) * TOKENS
                 smem = rows_smem(q, ring, stage * CHUNK, consumer)
-                load_box(q, [b, token, r * F.G, 0], bar, smem)
+                hopper.load_box(q, [b, token, r * F.G, 0], bar, smem)
             turn += 1
         for j in range(0, n, CHUNK):
             stage = turn % F.CHUNKS
@@ -134,11 +124,11 @@ def produce(q, k, v, out, combine, unions, T, ring, F: gl.constexpr):
                 corner, valid = [b, e.to(gl.int32) * F.s, h, 0], j + i < n
                 slot = stage * CHUNK + i
                 if turn >= F.CHUNKS:
-                    named_barrier("sync", slot, THREADS)
+                    hopper.named_barrier("sync", slot, THREADS)
                 mbarrier.expect(bar, BYTES, pred=valid)
                 mbarrier.arrive(bar, count=1, pred=j + i >= n)
-                load_box(k, corner, bar, ring.k.index(slot), pred=valid)
-                load_box(v, corner, bar, ring.v.index(slot), pred=valid)
+                hopper.load_box(k, corner, bar, ring.k.index(slot), pred=valid)
+                hopper.load_box(v, corner, bar, ring.v.index(slot), pred=valid)
                 e = next_e
                 next_e = gl.load(at + j + i + 2, mask=j + i + 2 < n, other=0)
             turn += 1
@@ -148,14 +138,14 @@ def produce(q, k, v, out, combine, unions, T, ring, F: gl.constexpr):
             row = ((b * T + token).to(gl.int64) * F.R + r) * (F.G * E)
             real = (i < CONSUMERS * TOKENS) & (token < T) & (n >= 0)
             if F.ADD:
-                fetch_rows(out, row, real, F.G * E * 2)
+                hopper.fetch_rows(out, row, real, F.G * E * 2)
             if F.COMBINE:
-                fetch_rows(combine.cmp, row, real, F.G * E * 2)
-                fetch_rows(combine.win, row, real, F.G * E * 2)
+                hopper.fetch_rows(combine.cmp, row, real, F.G * E * 2)
+                hopper.fetch_rows(combine.win, row, real, F.G * E * 2)
     # complete every barrier
     for chunk in range(gl.maximum(turn - F.CHUNKS, 0), turn):
         for i in gl.static_range(CHUNK):
-            named_barrier("sync", chunk % F.CHUNKS * CHUNK + i, THREADS)
+            hopper.named_barrier("sync", chunk % F.CHUNKS * CHUNK + i, THREADS)
 
 
 @gluon.jit
@@ -218,11 +208,11 @@ def consume(
                 x = q_tile.load(MMA).to(gl.float32)
                 bound = gl.sqrt(gl.sum(x * x, 1)) * longest_key
                 bound = bound * gl.abs(scale_log2)
-                is_bounded = gl.max(bound, 0) <= LARGEST_BOUND
+                is_bounded = gl.max(bound, 0) <= steps.LARGEST_BOUND
                 m = gl.where(is_bounded, bound, m)
             fence_async_shared()  # order the loads before the next TMA write
             for number in gl.static_range(CHUNK):
-                named_barrier("arrive", stage * CHUNK + number, THREADS)
+                hopper.named_barrier("arrive", stage * CHUNK + number, THREADS)
             turn += 1
 
             acc = gl.zeros([M, E], gl.float32, MMA)
@@ -245,10 +235,10 @@ def consume(
                                 ring.v.index(slot).reshape([BLOCK_N, E]), acc, m, l, scale_log2,
                                 way == 0, F.SLICE,
                             )  # fmt: skip
-                        named_barrier("arrive", slot, THREADS)
+                        hopper.named_barrier("arrive", slot, THREADS)
                     turn += 1
             token = (group * CONSUMERS + CONSUMER) * TOKENS
-            finish(
+            hopper.finish(
                 acc, m, l, out, lse, combine, b, r, token, T, F.R, F.G, GROUP, WARPS, F.ADD,
                 F.COMBINE,
             )  # fmt: skip
@@ -263,9 +253,11 @@ def nsa_selected_fwd_union_sm90(
     combined with the previous out and lse; with COMBINE also the layer's output."""
     SLOTS: gl.constexpr = F.CHUNK * F.CHUNKS
     unions = Tiles(blocks, counts, limit, groups, tiles)
-    ring = Ring(buffers(k, SLOTS), buffers(v, SLOTS), barriers(F.CHUNKS, F.CHUNK))
+    ring = Ring(
+        hopper.buffers(k, SLOTS), hopper.buffers(v, SLOTS), hopper.barriers(F.CHUNKS, F.CHUNK)
+    )
     fence_async_shared()
-    thread_barrier()
+    hopper.thread_barrier()
     gl.warp_specialize(
         [
             (consume, (q, norms, unions, out, lse, combine, T, scale_log2, ring, 0, F)),
@@ -307,7 +299,7 @@ def forward(
     lse: Tensor,
     add: bool,
     norms: Tensor | None,
-    combine_inputs: CombineInputs | None,
+    combine_inputs: launch.CombineInputs | None,
     unions: Unions,
 ) -> None:
     """Writes out and lse over the top-n blocks of groups without unions of their own, with `add`
@@ -325,5 +317,5 @@ def forward(
     launcher(nsa_selected_fwd_union_sm90, (min(tiles, launch.multiprocessors(q.device)),))(
         launch.gluon_box(q, q_box), keys, values, norms, unions.blocks, unions.counts, out, lse,
         combine_group(combine_inputs), at.T, unions.limit, unions.groups, tiles,
-        inputs.scale * LOG2_E, F, num_warps=WARPS,
+        inputs.scale * launch.LOG2_E, F, num_warps=WARPS,
     )  # fmt: skip
