@@ -47,17 +47,16 @@ def append_initial_blocks(selection: launch.Selection) -> launch.Selection:
 
 def forced_blocks(inputs: Inputs) -> dict[str, Any] | None:
     """Keys, values, KV range and prefix of the forced blocks; None without forced blocks."""
-    k, v, at = inputs.k, inputs.v, inputs.selection
+    k, v, selection, s = inputs.k, inputs.v, inputs.selection, inputs.selection.s
     query_args: dict[str, Any] = dict(
-        start=at.start, starts=at.starts, documents=at.documents, soft_cap=at.soft_cap
-    )
-    end = min(at.num_initial * at.s, k.shape[1])
+        start=selection.start, starts=selection.starts, documents=selection.documents,
+        soft_cap=selection.soft_cap,
+    )  # fmt: skip
+    end = min(selection.num_initial * s, k.shape[1])
     prefix = (k[:, :end], v[:, :end]) if end else None
-    if at.causal and (end or at.num_local):
-        reach = (at.num_local - 1) * at.s
-        kv_range = launch.KVRange(
-            steps.LOCAL_BLOCKS.value, reach, at.s, floor=end, causal_prefix=True, **query_args
-        )
+    if selection.causal and (end or selection.num_local):
+        query_args |= dict(reach=(selection.num_local - 1) * s, stride=s, floor=end)
+        kv_range = launch.KVRange(steps.LOCAL_BLOCKS.value, causal_prefix=True, **query_args)
         return dict(k=k, v=v, kv_range=kv_range, prefix=prefix)
     if prefix is None:
         return None
@@ -207,10 +206,10 @@ def plan_backward(inputs: Inputs) -> Plan:
     """Choose the backward's kernels and allocate the workspaces that `run` writes."""
     if not inputs.facts.F.n:
         return Plan()
-    gluon, at = key_major.gluon_kernels(inputs), inputs.facts
+    gluon, facts = key_major.gluon_kernels(inputs), inputs.facts
     if key_major.is_faster(inputs):
-        step = key_major.plan("backward", at, at.T, at.F.K, is_gluon=gluon is not None)
-        block_csr = csr.allocate(inputs, "backward", step["F"].KEY_TILES * at.F.G)
+        step = key_major.plan("backward", facts, facts.T, facts.F.K, is_gluon=gluon is not None)
+        block_csr = csr.allocate(inputs, "backward", step["F"].KEY_TILES * facts.F.G)
         return Plan(block_csr, is_key_major=True, gluon=gluon)
     pair_tokens = 1 if gluon is None else gluon.pair_tokens(inputs)
     block_csr = csr.allocate(inputs, "backward", 0, pair_tokens)

@@ -28,7 +28,7 @@ from ..common import launch
 from ..common.precompile import launcher
 from .inputs import Inputs
 
-# pairs of a split, at least and per block; pairs counted at once; pairs scattered at once
+# pairs of a split, at least and per block; pairs exists at once; pairs scattered at once
 SPLIT_PAIRS, SPLIT_PER_BLOCK, COUNT_PAIRS, SCATTER_PAIRS = 1024, 4, 64, 1024
 # warps of a program that counts
 COUNT_WARPS = 1
@@ -124,10 +124,10 @@ def nsa_csr_work_tiles(
         block_count = tl.zeros([BLOCKS], tl.int32)
         for first_split in range(0, splits, SPLITS):
             split = first_split + tl.arange(0, SPLITS)
-            at = split_counts + first_count[None] + split[:, None] * C
-            counted = (split < splits)[:, None] & real[None]
-            count = tl.load(at, mask=counted, other=0)
-            tl.store(at, block_count[None] + tl.cumsum(count, 0) - count, mask=counted)
+            offset = split_counts + first_count[None] + split[:, None] * C
+            exists = (split < splits)[:, None] & real[None]
+            count = tl.load(offset, mask=exists, other=0)
+            tl.store(offset, block_count[None] + tl.cumsum(count, 0) - count, mask=exists)
             block_count += tl.sum(count, 0)
         num_tiles = tl.cdiv(block_count, tile_pairs)
         block_partials = tl.where(num_tiles > 1, num_tiles, 0)
@@ -144,14 +144,16 @@ def nsa_csr_work_tiles(
             is_class = length_class[:, None] == tl.arange(0, CLASSES)[None]
             class_ranks = tl.cumsum(is_class.to(tl.int32), 0)
             class_counts = tl.sum(is_class.to(tl.int32), 0)
-            at = work_tiles + tl.sum(ordered_tiles, 0) + tl.cumsum(class_counts, 0) - class_counts
-            at = tl.sum(tl.where(is_class, at[None] + class_ranks - 1, 0), 1)
-            tl.store(owner + at, block, mask=remainder > 0)
-            tl.store(ordinals + at, ordered_tiles, mask=remainder > 0)
-        at = work_tiles + tl.cumsum(ordered_tiles, 0) - ordered_tiles
+            offset = (
+                work_tiles + tl.sum(ordered_tiles, 0) + tl.cumsum(class_counts, 0) - class_counts
+            )
+            offset = tl.sum(tl.where(is_class, offset[None] + class_ranks - 1, 0), 1)
+            tl.store(owner + offset, block, mask=remainder > 0)
+            tl.store(ordinals + offset, ordered_tiles, mask=remainder > 0)
+        offset = work_tiles + tl.cumsum(ordered_tiles, 0) - ordered_tiles
         for i in range(0, tl.max(ordered_tiles, 0)):
-            tl.store(owner + at + i, block, mask=i < ordered_tiles)
-            tl.store(ordinals + at + i, tl.zeros_like(block) + i, mask=i < ordered_tiles)
+            tl.store(owner + offset + i, block, mask=i < ordered_tiles)
+            tl.store(ordinals + offset + i, tl.zeros_like(block) + i, mask=i < ordered_tiles)
         begin += tl.sum(block_count, 0)
         partials += tl.sum(block_partials, 0)
         work_tiles += tl.sum(num_tiles, 0)

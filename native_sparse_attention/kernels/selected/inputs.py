@@ -95,10 +95,10 @@ class Inputs:
     def suits_gluon(self) -> bool:
         """What all Gluon kernels need: 16 bits, keys and values of 64 or 128 features, whole blocks
         of 64 keys, strides for TMA, a positive scale, no soft cap and no gates."""
-        at, F = self.facts, self.facts.F
-        sizes = at.dtype.itemsize == 2 and F.D == F.E in (64, 128) and F.s == 64 and at.whole
+        facts, F = self.facts, self.facts.F
+        sizes = facts.dtype.itemsize == 2 and F.D == F.E in (64, 128) and F.s == 64 and facts.whole
         plain = F.POSITIVE and not F.CAP and not F.GATES
-        return sizes and plain and at.tma and launch.supports_tma(launch.layout(self.q))
+        return sizes and plain and facts.tma and launch.supports_tma(launch.layout(self.q))
 
     def index(self, blocks: Tensor | None = None, counts: Tensor | None = None) -> Index:
         selection, documents = self.selection, self.selection.documents

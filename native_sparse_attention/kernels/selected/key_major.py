@@ -61,8 +61,8 @@ def load_work_tile(
 def load_pairs(pairs, i, end, F: tl.constexpr):
     """Pair of each of BLOCK_M rows, from pair i on; 0 for padding rows."""
     row = tl.arange(0, F.BLOCK_M)
-    at = i + row // F.G
-    return tl.load(pairs + at, mask=(row < F.BLOCK_M // F.G * F.G) & (at < end), other=0)
+    offset = i + row // F.G
+    return tl.load(pairs + offset, mask=(row < F.BLOCK_M // F.G * F.G) & (offset < end), other=0)
 
 
 @triton.jit
@@ -170,16 +170,18 @@ def nsa_selected_bwd_key_major(
                 pair = (
                     i - steps.narrow(tl.load(csr.offsets), F.WIDE) + tl.arange(0, F.BLOCK_M) // F.G
                 )
-                at = (steps.large(pair, F.WIDE) * F.KEY_TILES + key_tile) * F.G + query_head % F.G
-                steps.store_rows(partial_dq, at * F.D, dq, F.D, F.BLOCK_D, real, ONCE=True)
+                offset = (
+                    steps.large(pair, F.WIDE) * F.KEY_TILES + key_tile
+                ) * F.G + query_head % F.G
+                steps.store_rows(partial_dq, offset * F.D, dq, F.D, F.BLOCK_D, real, ONCE=True)
 
         dk_acc *= scale
         if tl.load(csr.offsets + block + 1) - tl.load(csr.offsets + block) <= tile_pairs:
-            at = (b * S + key) * F.K + h
-            dk_acc += steps.load_rows(gradients.dk, at * F.D, F.D, F.BLOCK_D, valid)
-            dv_acc += steps.load_rows(gradients.dv, at * F.E, F.E, F.BLOCK_E, valid)
-            steps.store_rows(gradients.dk, at * F.D, dk_acc, F.D, F.BLOCK_D, valid)
-            steps.store_rows(gradients.dv, at * F.E, dv_acc, F.E, F.BLOCK_E, valid)
+            offset = (b * S + key) * F.K + h
+            dk_acc += steps.load_rows(gradients.dk, offset * F.D, F.D, F.BLOCK_D, valid)
+            dv_acc += steps.load_rows(gradients.dv, offset * F.E, F.E, F.BLOCK_E, valid)
+            steps.store_rows(gradients.dk, offset * F.D, dk_acc, F.D, F.BLOCK_D, valid)
+            steps.store_rows(gradients.dv, offset * F.E, dv_acc, F.E, F.BLOCK_E, valid)
         else:
             ordinal = tl.load(csr.ordinals + tl.program_id(0))
             partial = (tl.load(csr.partial_offsets + block) + ordinal) * F.s + j
@@ -228,9 +230,9 @@ def nsa_selected_reduce_out(
         l += weight
     for j in tl.range(0, F.n, loop_unroll_factor=4):
         chosen = real & (tl.load(indices + j, mask=real, other=-1) >= 0)
-        at = base + j * F.G
-        weight = tl.exp2(tl.load(partial_lse + at, mask=chosen, other=float("-inf")) - origin)
-        o = steps.load_rows(partial_out, at * F.E, F.E, F.BLOCK_E, chosen, ONCE=True)
+        offset = base + j * F.G
+        weight = tl.exp2(tl.load(partial_lse + offset, mask=chosen, other=float("-inf")) - origin)
+        o = steps.load_rows(partial_out, offset * F.E, F.E, F.BLOCK_E, chosen, ONCE=True)
         acc += weight[:, None] * o.to(tl.float32)
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
@@ -250,13 +252,14 @@ def nsa_selected_reduce_out(
 
 @triton.jit
 def add_partials(
-    d, partials, at, j, begin, end, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr, F: tl.constexpr
+    d, partials, row, j, begin, end, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    F: tl.constexpr,
 ):  # fmt: skip
-    """Adds keys j of partials begin .. end - 1 to rows `at` of d, in order."""
-    acc = steps.load_rows(d, at * WIDTH, WIDTH, BLOCK, valid)
+    """Adds keys j of partials begin .. end - 1 to rows of d, in order."""
+    acc = steps.load_rows(d, row * WIDTH, WIDTH, BLOCK, valid)
     for partial in tl.range(begin, end, loop_unroll_factor=4):
         acc += steps.load_rows(partials, (partial * F.s + j) * WIDTH, WIDTH, BLOCK, valid)
-    steps.store_rows(d, at * WIDTH, acc, WIDTH, BLOCK, valid)
+    steps.store_rows(d, row * WIDTH, acc, WIDTH, BLOCK, valid)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -270,12 +273,12 @@ def nsa_selected_reduce_dkv(
         b, h, c = block // C // F.HEADS, head + block // C % F.HEADS, block % C
         j = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         valid = (j < F.s) & (c * F.s + j < S)
-        at = (b * S + c * F.s + j) * F.K + h
+        offset = (b * S + c * F.s + j) * F.K + h
         d = gradients
         if tl.program_id(2) == 0:
-            add_partials(d.dk, d.partial_dk, at, j, begin, end, valid, F.D, F.BLOCK_D, F)
+            add_partials(d.dk, d.partial_dk, offset, j, begin, end, valid, F.D, F.BLOCK_D, F)
         else:
-            add_partials(d.dv, d.partial_dv, at, j, begin, end, valid, F.E, F.BLOCK_E, F)
+            add_partials(d.dv, d.partial_dv, offset, j, begin, end, valid, F.E, F.BLOCK_E, F)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -293,8 +296,8 @@ def nsa_selected_reduce_dq(
     if F.ADD:
         acc = steps.load_rows(dq, row * F.D, F.D, F.BLOCK_D, real).to(tl.float32)
     for slot in tl.range(0, F.n * F.KEY_TILES, loop_unroll_factor=4):
-        at = pair_indices + slots + slot // F.KEY_TILES
-        pair = tl.load(at, mask=real, other=-1).to(tl.int64)
+        offset = pair_indices + slots + slot // F.KEY_TILES
+        pair = tl.load(offset, mask=real, other=-1).to(tl.int64)
         partial = (pair * F.KEY_TILES + slot % F.KEY_TILES) * F.G + i % F.G
         rows = steps.load_rows(partial_dq, partial * F.D, F.D, F.BLOCK_D, pair >= 0, ONCE=True)
         acc += rows.to(tl.float32)
@@ -312,9 +315,9 @@ def gluon_kernels(inputs: Inputs) -> Any:
 
 def is_faster(inputs: Inputs) -> bool:
     """Whether forward and dq are key-major: query-major tiles would have few rows."""
-    at = inputs.facts
-    few = at.rows < launch.FEW_ROWS and not at.F.GATES
-    return few and launch.holds_block(at.F.s, inputs.k, inputs.v)
+    facts = inputs.facts
+    few = facts.rows < launch.FEW_ROWS and not facts.F.GATES
+    return few and launch.holds_block(facts.F.s, inputs.k, inputs.v)
 
 
 @functools.lru_cache(maxsize=256)
@@ -323,20 +326,21 @@ def plan(
     add: bool = False, combine: bool = False, is_gluon: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """How to launch "forward" or "backward" over a chunk of `length` tokens and `heads` heads."""
-    at, F = facts, facts.F
-    tile = launch.key_major_tile(kernel, at.width, F.G, at.dtype)
+    F = facts.F
+    tile = launch.key_major_tile(kernel, facts.width, F.G, facts.dtype)
     keys = launch.padded(F.s)
     if kernel == "backward" and not is_gluon:
         keys = min(keys, tile.block_n)
     # rows of d_out, of partials, of dk
     num_rows = length * heads * (F.R // F.K * F.G) * F.n * launch.cdiv(F.s, tile.block_n)
-    elements = max(at.T * F.R * F.G, num_rows, at.S * F.K) * at.width
-    wide = at.B * max(elements, at.T * F.R * F.n) >= 1 << 31
+    elements = max(facts.T * F.R * F.G, num_rows, facts.S * F.K) * facts.width
+    wide = facts.B * max(elements, facts.T * F.R * F.n) >= 1 << 31
+    # a chunk has HEADS KV heads, a block KEY_TILES tiles of BLOCK_N keys
     F = settings(
         F, HEADS=heads, BLOCK_M=tile.block_m, BLOCK_N=keys, KEY_TILES=launch.cdiv(F.s, keys),
         # tiles have no padding keys, and each row sees all keys
-        WHOLE=launch.padded(F.s) == F.s and at.whole, GATED=gated, DQ=has_dq,
-        WIDE=at.wide or wide, ADD=add, COMBINE=combine,
+        WHOLE=launch.padded(F.s) == F.s and facts.whole, GATED=gated, DQ=has_dq,
+        WIDE=facts.wide or wide, ADD=add, COMBINE=combine,
     )  # fmt: skip
     return dict(F=F, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
@@ -358,22 +362,22 @@ def forward(
     combine_inputs: launch.CombineInputs | None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and lse [B T H]; accumulates in place into `partial`. Chunks have all heads."""
-    at, F, H = inputs.facts, inputs.facts.F, inputs.facts.H
+    facts, F, H = inputs.facts, inputs.facts.F, inputs.facts.H
     out, lse = partial or launch.empty_outputs(inputs.q, inputs.v)
     # of each pair and head, in the longest chunk; lse in units of log2
-    rows = at.B * min(csr.length, at.T) * H * F.n
+    rows = facts.B * min(csr.length, facts.T) * H * F.n
     partials = inputs.q.new_empty(rows, F.E), lse.new_empty(rows)
     for chunk in csr.chunks():
         length, add, combine = chunk.length, partial is not None, combine_inputs is not None
-        at_launch = plan("forward", at, length, F.K, add=add, combine=combine)
+        step = plan("forward", facts, length, F.K, add=add, combine=combine)
         launcher(nsa_selected_fwd_key_major, (csr.max_tiles,))(
-            **arguments(inputs, csr, chunk), **at_launch, partial_out=partials[0],
+            **arguments(inputs, csr, chunk), **step, partial_out=partials[0],
             partial_lse=partials[1], first=chunk.first, length=length,
             scale_log2=inputs.scale * launch.LOG2_E, cap=launch.cap(inputs.selection.soft_cap),
         )  # fmt: skip
-        launcher(nsa_selected_reduce_out, (at.B * launch.cdiv(length * H, REDUCE_ROWS.value),))(
+        launcher(nsa_selected_reduce_out, (facts.B * launch.cdiv(length * H, REDUCE_ROWS.value),))(
             *partials, inputs.selection.block_indices, out, lse, combine_group(combine_inputs),
-            at.T, chunk.first, length, at_launch["F"],
+            facts.T, chunk.first, length, step["F"],
         )  # fmt: skip
     return out, lse
 
@@ -390,34 +394,35 @@ def backward(
 ) -> None:
     """Accumulates dk [B S K D] and dv [B S K E] in float32, and dq if given. A pair has
     `pair_tokens` tokens, more than one only with the `gluon` kernels and without dq."""
-    at, F = inputs.facts, inputs.facts.F
+    facts, F = inputs.facts, inputs.facts.F
     dq_out, add = (None, False) if dq is None else dq.next_launch()
     for chunk in csr.chunks():
-        at_launch = plan(
-            "backward", at, chunk.length, csr.heads, dq is not None, bwd.gated, add=add,
+        step = plan(
+            "backward", facts, chunk.length, csr.heads, dq is not None, bwd.gated, add=add,
             is_gluon=gluon is not None,
         )  # fmt: skip
-        chunk_rows, tiles = chunk.length * csr.heads * (at.H // F.K), at_launch["F"].KEY_TILES
+        chunk_rows, tiles = chunk.length * csr.heads * (facts.H // F.K), step["F"].KEY_TILES
         partial_dq = None
         if dq is not None:
-            partial_dq = inputs.q.new_empty(at.B * chunk_rows * F.n * tiles, F.D)
+            partial_dq = inputs.q.new_empty(facts.B * chunk_rows * F.n * tiles, F.D)
         partials = (d.new_empty(csr.num_partials, F.s, d.shape[-1]) for d in (dk, dv))
         gradients = Gradients(dk, dv, *partials)
         if gluon is not None:
             gluon.backward(inputs, bwd, gradients, partial_dq, csr, chunk, pair_tokens)
         else:
             launcher(nsa_selected_bwd_key_major, (csr.max_tiles, tiles))(
-                **arguments(inputs, csr, chunk), **at_launch, head=chunk.head, gradients=gradients,
+                **arguments(inputs, csr, chunk), **step, head=chunk.head, gradients=gradients,
                 bwd=Backward(bwd.d_out, bwd.lse, bwd.delta), partial_dq=partial_dq,
                 scale=inputs.scale, cap=launch.cap(inputs.selection.soft_cap, log2=False),
             )  # fmt: skip
         keys = DKV_KEYS if csr.blocks >= launch.ENOUGH_PROGRAMS else DKV_KEYS // 4
         launcher(nsa_selected_reduce_dkv, (csr.blocks, launch.cdiv(F.s, keys), 2))(
-            gradients, chunk.csr.partial_offsets, at.S, at.C, chunk.head, keys, at_launch["F"]
+            gradients, chunk.csr.partial_offsets, facts.S, facts.C, chunk.head, keys, step["F"]
         )
         if dq is not None:
-            launcher(nsa_selected_reduce_dq, (at.B * launch.cdiv(chunk_rows, REDUCE_ROWS.value),))(
-                partial_dq, csr.pair_indices, dq_out, at.T, chunk.first, chunk.length, chunk.head,
-                at_launch["F"],
+            grid = (facts.B * launch.cdiv(chunk_rows, REDUCE_ROWS.value),)
+            launcher(nsa_selected_reduce_dq, grid)(
+                partial_dq, csr.pair_indices, dq_out, facts.T, chunk.first, chunk.length,
+                chunk.head, step["F"],
             )  # fmt: skip
         del partial_dq, gradients

@@ -42,7 +42,7 @@ TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 # rows of a pair from which the tensor memory accelerator copies them
 MIN_BOX_ROWS = 8
 # stages of each consumer's ring, and registers of a consumer thread
-STAGES, REGISTERS = 2, 240
+STAGES, REGISTERS = gl.constexpr(2), gl.constexpr(240)
 # one compiled kernel for all lengths
 LENGTHS = ["T", "S", "C", "BLOCKS", "tile_pairs", "num_tiles", "head"]
 
@@ -109,8 +109,8 @@ def copy_rows(t, strides, e, token_offset, b, tile, F: gl.constexpr):
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
     token, head = e // (F.n * F.R) - token_offset, pair_heads(e, row, F).to(gl.int64)
-    at = b.to(gl.int64) * strides[0] + token.to(gl.int64) * strides[1] + head * strides[2]
-    hopper.load_elements(tile, t + (at[:, None] + column[None]))
+    offset = b.to(gl.int64) * strides[0] + token.to(gl.int64) * strides[1] + head * strides[2]
+    hopper.load_elements(tile, t + (offset[:, None] + column[None]))
 
 
 @gluon.jit
@@ -124,10 +124,10 @@ def copy_boxes(
         e = gl.load(pairs + gl.minimum(i + t, end - 1)).to(gl.int32)
         token, head = e // (F.n * F.R) * F.TOKENS - token_offset, e // F.n % F.R * F.G
         for half in gl.static_range(D // WIDTH):
-            at = [b, token, head, half * WIDTH]
+            offset = [b, token, head, half * WIDTH]
             box = first + half * PAIRS + t
-            hopper.load_box(q, at, bar, ring.q.index(box))
-            hopper.load_box(d_out, at, bar, ring.d_out.index(box))
+            hopper.load_box(q, offset, bar, ring.q.index(box))
+            hopper.load_box(d_out, offset, bar, ring.d_out.index(box))
 
 
 @gluon.jit
@@ -135,7 +135,6 @@ def produce(q, d_out, k, v, lse, delta, strides, work, block, ring, F: gl.conste
     """Producer for both consumers in turn: one warp, or with BY_ROW four warps. Padding rows repeat
     the last pair, so that they are finite."""
     D: gl.constexpr = k.block_shape[3]
-    STAGES: gl.constexpr = F.STAGES
     BOXES: gl.constexpr = 1 if F.BY_ROW else F.PAIRS * (D // WIDTH)
     WARPS: gl.constexpr = 4 if F.BY_ROW else 1
     LANES: gl.constexpr = gl.BlockedLayout([1 if F.BY_ROW else 2], [32], [WARPS], [0])
@@ -160,7 +159,7 @@ def produce(q, d_out, k, v, lse, delta, strides, work, block, ring, F: gl.conste
                 stage = consumer * STAGES + j % STAGES
                 e = gl.load(pairs + gl.minimum(i + row // F.PAIR_ROWS, end - 1)).to(gl.int32)
                 token = e // (F.n * F.R) * F.TOKENS + row // F.GROUP % F.TOKENS
-                at = token.to(gl.int64) * (F.R * F.G) + pair_heads(e, row, F)
+                offset = token.to(gl.int64) * (F.R * F.G) + pair_heads(e, row, F)
                 if j >= STAGES:
                     hopper.named_barrier("sync", stage, THREADS)
                 bar, first = ring.full.index(stage), stage * BOXES
@@ -173,8 +172,8 @@ def produce(q, d_out, k, v, lse, delta, strides, work, block, ring, F: gl.conste
                     copy_rows(d_out, packed, row_pairs, 0, b, ring.d_out.index(first), F)
                 else:
                     copy_boxes(q, d_out, pairs, b * T, b, i, end, bar, ring, first, D, F)
-                hopper.load_elements(ring.lse.index(stage), lse + at)
-                hopper.load_elements(ring.delta.index(stage), delta + at)
+                hopper.load_elements(ring.lse.index(stage), lse + offset)
+                hopper.load_elements(ring.delta.index(stage), delta + offset)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
     # complete every barrier
     for consumer in gl.static_range(CONSUMERS):
@@ -193,12 +192,12 @@ def write_rows(partial_dq, tile, buffer, i, end, origin, F: gl.constexpr):
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     valid = (i + row // F.GROUP < end) & (row % F.GROUP < F.G)
-    at = ((i - origin + row // F.GROUP).to(gl.int64) * F.G + row % F.GROUP) * D
+    offset = ((i - origin + row // F.GROUP).to(gl.int64) * F.G + row % F.GROUP) * D
     buffer.store(tile)
     hopper.thread_barrier()
     # evict first: read after they have left the cache
-    at = partial_dq + (at[:, None] + column[None])
-    gl.store(at, buffer.load(LAYOUT), mask=valid[:, None], eviction_policy="evict_first")
+    offset = partial_dq + (offset[:, None] + column[None])
+    gl.store(offset, buffer.load(LAYOUT), mask=valid[:, None], eviction_policy="evict_first")
 
 
 @gluon.jit
@@ -210,7 +209,6 @@ def consume(
     partial dq. Adds to dk and dv of the block, or writes partials if the block has several work
     tiles."""
     D: gl.constexpr = block.k.shape[4]
-    STAGES: gl.constexpr = F.STAGES
     THREADS: gl.constexpr = 256 if F.BY_ROW else 160  # of a consumer and the producer
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -268,16 +266,16 @@ def consume(
         key = gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
         feature = gl.arange(0, D, gl.SliceLayout(0, ACC))
         if gl.load(csr.offsets + number + 1) - gl.load(csr.offsets + number) <= work.tile_pairs:
-            at = ((b * work.S + c * KEYS + key).to(gl.int64) * F.K + h) * D
-            at = at[:, None] + feature[None]
-            gl.store(gradients.dk + at, dk + gl.load(gradients.dk + at))
-            gl.store(gradients.dv + at, dv + gl.load(gradients.dv + at))
+            offset = ((b * work.S + c * KEYS + key).to(gl.int64) * F.K + h) * D
+            offset = offset[:, None] + feature[None]
+            gl.store(gradients.dk + offset, dk + gl.load(gradients.dk + offset))
+            gl.store(gradients.dv + offset, dv + gl.load(gradients.dv + offset))
         else:
             partial = gl.load(csr.partial_offsets + number) + gl.load(csr.ordinals + tile)
-            at = (partial * KEYS + key).to(gl.int64) * D
-            at = at[:, None] + feature[None]
-            gl.store(gradients.partial_dk + at, dk)
-            gl.store(gradients.partial_dv + at, dv)
+            offset = (partial * KEYS + key).to(gl.int64) * D
+            offset = offset[:, None] + feature[None]
+            gl.store(gradients.partial_dk + offset, dk)
+            gl.store(gradients.partial_dv + offset, dv)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -291,7 +289,7 @@ def nsa_selected_bwd_key_major_sm90(
     work = Work(csr, tile_pairs, num_tiles, C, BLOCKS, head, T, S)
     D: gl.constexpr = k.block_shape[3]
     BOXES: gl.constexpr = F.PAIRS * (D // WIDTH)
-    BUFFERS: gl.constexpr = CONSUMERS * F.STAGES
+    BUFFERS: gl.constexpr = CONSUMERS * STAGES
     k_smem, v_smem = hopper.buffers(k, CONSUMERS), hopper.buffers(v, CONSUMERS)
     if F.BY_ROW:
         q_smem = gl.allocate_shared_memory(k.dtype, [BUFFERS, ROWS.value, D], TILE)
@@ -317,7 +315,7 @@ def nsa_selected_bwd_key_major_sm90(
             (produce, (q, d_out, k, v, lse, delta, strides, work, block, ring, F)),
         ],
         [4, 4 if F.BY_ROW else 1],
-        [F.REGISTERS, 32 if F.BY_ROW else 24],
+        [REGISTERS, 32 if F.BY_ROW else 24],
     )  # fmt: skip
 
 
@@ -338,10 +336,10 @@ def is_supported(inputs: Inputs) -> bool:
 def pair_tokens(inputs: Inputs) -> int:
     """Neighbouring tokens of one pair: they share their block indices and fit in a tile. 1 if they
     are not aligned to token 0, or have fewer than MIN_BOX_ROWS rows."""
-    at, rows = inputs.facts, launch.next_power_of_2(inputs.facts.F.G)
-    if at.F.RAGGED:
+    facts, rows = inputs.facts, launch.next_power_of_2(inputs.facts.F.G)
+    if facts.F.RAGGED:
         return 1
-    tokens = math.gcd(at.F.stride, inputs.selection.start, at.T, ROWS.value // rows)
+    tokens = math.gcd(facts.F.stride, inputs.selection.start, facts.T, ROWS.value // rows)
     return tokens if tokens * rows >= MIN_BOX_ROWS else 1
 
 
@@ -356,10 +354,11 @@ def backward(
 ) -> None:
     """Like `nsa_selected_bwd_key_major`: adds to dk and dv or writes partial dk and dv. Writes
     partial dq [pairs G, D]. Pairs of several `tokens` have no partial dq."""
-    at, F, group = inputs.facts, inputs.facts.F, launch.next_power_of_2(inputs.facts.F.G)
+    facts, F, group = inputs.facts, inputs.facts.F, launch.next_power_of_2(inputs.facts.F.G)
+    # a tile has PAIRS pairs of PAIR_ROWS rows: TOKENS tokens of GROUP rows
     F = settings(
-        F, HEADS=csr.heads, GROUP=group, TOKENS=tokens, STAGES=STAGES, GATED=bwd.gated,
-        DQ=partial_dq is not None, BY_ROW=tokens * group < MIN_BOX_ROWS, REGISTERS=REGISTERS,
+        F, HEADS=csr.heads, GROUP=group, TOKENS=tokens, GATED=bwd.gated,
+        DQ=partial_dq is not None, BY_ROW=tokens * group < MIN_BOX_ROWS,
         PAIR_ROWS=tokens * group, PAIRS=ROWS.value // (tokens * group),
     )  # fmt: skip
     box, q_box = [1, KEYS.value, 1, F.D], [1, tokens, group, WIDTH.value]
@@ -368,6 +367,6 @@ def backward(
         q=q, k=launch.gluon_box(inputs.k, box), v=launch.gluon_box(inputs.v, box), d_out=d_out,
         strides=inputs.q.stride()[:3], lse=bwd.lse, delta=bwd.delta, partial_dq=partial_dq,
         gradients=gradients, csr=chunk.csr, tile_pairs=csr.tile_pairs, num_tiles=csr.max_tiles,
-        head=chunk.head, T=at.T, S=at.S, C=at.C, BLOCKS=csr.blocks, scale=inputs.scale, F=F,
-        num_warps=4,
+        head=chunk.head, T=facts.T, S=facts.S, C=facts.C, BLOCKS=csr.blocks, scale=inputs.scale,
+        F=F, num_warps=4,
     )  # fmt: skip

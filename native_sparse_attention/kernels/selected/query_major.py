@@ -78,10 +78,8 @@ def tile_keys(k, v, k_strides, v_strides, b, h, blocks, j0, n, S, F: tl.constexp
     """Keys and values from j0 on of n blocks, padded to BLOCK_S each: both tiles, positions and
     validity of the keys [N], and their packed blocks (a scalar if BLOCK_N <= BLOCK_S)."""
     j = j0 + tl.arange(0, F.BLOCK_N)
-    if F.BLOCK_N <= F.BLOCK_S:
-        packed = tl.load(blocks + j0 // F.BLOCK_S, mask=j0 // F.BLOCK_S < n, other=-1)
-    else:
-        packed = tl.load(blocks + j // F.BLOCK_S, mask=j // F.BLOCK_S < n, other=-1)
+    slot = (j0 if F.BLOCK_N <= F.BLOCK_S else j) // F.BLOCK_S
+    packed = tl.load(blocks + slot, mask=slot < n, other=-1)
     c = packed.to(tl.int32)
     key = c * F.s + j % F.BLOCK_S
     # key >= 0 stands for c >= 0: a scalar mask times a vector is an integer in Triton 3.9's
@@ -133,9 +131,9 @@ def mask_logits(logits, packed, key, valid, position, ends, F: tl.constexpr):
 def slot_gates(gates, bt, r, j0, real, F: tl.constexpr):
     """Gates [M, N] of the slots of keys [N] from j0 on, for rows [M]."""
     slot = (j0 + tl.arange(0, F.BLOCK_N)) // F.BLOCK_S
-    at = ((bt * F.R + r) * F.n)[:, None] + slot[None]
+    offset = ((bt * F.R + r) * F.n)[:, None] + slot[None]
     valid = real[:, None] & (slot < F.n)[None]
-    return tl.load(gates + at, mask=valid, other=1.0).to(tl.float32)
+    return tl.load(gates + offset, mask=valid, other=1.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -243,9 +241,9 @@ def nsa_selected_dq_query_major(
                     SLOTS: tl.constexpr = F.BLOCK_N // F.BLOCK_S
                     gate_grad = tl.reshape(gate_grad, [F.BLOCK_M, SLOTS, F.BLOCK_S])
                     slot = first_slot + tl.arange(0, SLOTS)
-                    at = (row * F.n)[:, None] + slot[None]
+                    offset = (row * F.n)[:, None] + slot[None]
                     valid_slots = real[:, None] & (slot < F.n)[None]
-                    tl.store(d_gates + at, tl.sum(gate_grad, 2), mask=valid_slots)
+                    tl.store(d_gates + offset, tl.sum(gate_grad, 2), mask=valid_slots)
                 ds *= weight
             if F.CAP:
                 ds *= steps.cap_slope(logits, cap)
@@ -267,23 +265,24 @@ def plan(
 ) -> launch.Plan:  # fmt: skip
     """The launch of "forward" or "dq": of groups of `members` that have a union of up to `limit`
     blocks if `is_union`, else of the other groups."""
-    at, F, s = facts, facts.F, facts.F.s
+    F, s = facts.F, facts.F.s
     # the largest number of tokens that divides the stride and fits in a tile
     max_rows = launch.architecture().query_major_rows
     fitting = (t for t in range(1, F.stride + 1) if F.stride % t == 0 and t * F.G <= max_rows)
     tokens = max(fitting, default=1)
     if is_union:
         tokens, F = tokens * members, F._replace(n=limit)
-    tile = launch.query_major_tile(kernel, at.width, tokens * F.G, at.dtype, is_union)
+    tile = launch.query_major_tile(kernel, facts.width, tokens * F.G, facts.dtype, is_union)
     block_n, block_s = tile.block_n, launch.next_power_of_2(s)
-    grid, flipped = launch.grid(launch.cdiv(at.aligned, tokens), at.B * F.R)
+    grid, flipped = launch.grid(launch.cdiv(facts.aligned, tokens), facts.B * F.R)
+    # a tile has TOKENS tokens, a group MEMBERS members of `stride` tokens
     F = settings(
         F, BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_S=block_s, TOKENS=tokens,
         MEMBERS=members, UNION=is_union,
         # TMA reads blocks that are a multiple of a tile
-        TMA=at.tma and block_n <= min(block_s, launch.MAX_BOX_ROWS),
+        TMA=facts.tma and block_n <= min(block_s, launch.MAX_BOX_ROWS),
         # a row sees all keys of a tile or none
-        WHOLE=block_n <= block_s == s and at.whole,
+        WHOLE=block_n <= block_s == s and facts.whole,
         # small tiles wait for keys, not for the running maximum
         BOUNDED=has_norms and not F.GATES and tile.block_m >= BOUNDED_ROWS,
         ADD=add, COMBINE=combine, GATED=gated, FLIPPED=flipped,
@@ -306,13 +305,13 @@ def launch_tiles(
     q, k, v, facts = inputs.q, inputs.k, inputs.v, inputs.facts
     blocks, counts, groups, limit, members, _ = unions or (None, None, 0, 0, 1, 0.0)
     for is_union in (False, True)[only_unions : 1 if unions is None else 2]:
-        at = plan(kernel, facts, members, limit, is_union, **flags)
-        F = at.args["F"]
-        launcher(KERNELS[kernel], at.grid)(
+        step = plan(kernel, facts, members, limit, is_union, **flags)
+        F = step.args["F"]
+        launcher(KERNELS[kernel], step.grid)(
             q=launch.strided(q), k=launch.box(k, F.BLOCK_N) if F.TMA else k,
             v=launch.box(v, F.BLOCK_N) if F.TMA else v, k_strides=k.stride()[:3],
             v_strides=v.stride()[:3], index=inputs.index(blocks if is_union else None, counts),
-            T=facts.T, S=facts.S, start=inputs.selection.start, groups=groups, **args, **at.args,
+            T=facts.T, S=facts.S, start=inputs.selection.start, groups=groups, **args, **step.args,
         )  # fmt: skip
 
 

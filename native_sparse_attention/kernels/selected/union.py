@@ -128,11 +128,11 @@ def nsa_selected_union(
             sizes = tl.where(all_overlap, sizes, 0)
         tl.store(counts + line * groups + group, sizes, mask=group < groups)
         if tl.max(sizes, 0) > 0:
-            at = tl.cumsum(tl.reshape(leads_group.to(tl.int32), GROUP_SHAPE), 1) - 1
-            at += ((line * groups + group) * limit)[:, None]
+            offset = tl.cumsum(tl.reshape(leads_group.to(tl.int32), GROUP_SHAPE), 1) - 1
+            offset += ((line * groups + group) * limit)[:, None]
             packed = tl.reshape((members.to(tl.int64) << 32) | c, GROUP_SHAPE)
             mask = tl.reshape(leads_group, GROUP_SHAPE) & (sizes > 0)[:, None]
-            tl.store(blocks + at, packed, mask=mask)
+            tl.store(blocks + offset, packed, mask=mask)
     if F.CHUNK > 0:
         line = line * programs + program
         store_by_chunks(shared + line * shared_limit, c, holders, leads, size, F.CHUNK)
@@ -177,11 +177,8 @@ def write_unions(
     if whole is None:
         return
     B, T, R, n = selection.block_indices.shape
-    groups, slots, chunk = (
-        unions or whole,
-        launch.next_power_of_2(n),
-        0 if shared is None else CHUNK,
-    )
+    groups, slots = unions or whole, launch.next_power_of_2(n)
+    chunk = 0 if shared is None else CHUNK
     grid, flipped = launch.grid(whole.groups, B * R)
     settings = Settings(
         R, groups.members, whole.members // groups.members, selection.stride, slots, chunk,
@@ -202,12 +199,14 @@ def write_unions(
 
 def allocate_unions(inputs: Inputs) -> Unions | None:
     """The unwritten unions of a call; None if unions cannot be faster."""
-    at, n = inputs.facts, inputs.facts.F.n
-    rule = launch.union_rule(at.rows, at.dtype)
-    if rule is None or at.F.GATES or not n:
+    facts, n = inputs.facts, inputs.facts.F.n
+    rule = launch.union_rule(facts.rows, facts.dtype)
+    if rule is None or facts.F.GATES or not n:
         return None
-    few = at.B * at.F.R * launch.cdiv(at.aligned, rule.members * at.F.stride) < rule.least
-    if few or rule.members * at.F.SLOTS**2 > MAX_COMPARISONS:
+    few = (
+        facts.B * facts.F.R * launch.cdiv(facts.aligned, rule.members * facts.F.stride) < rule.least
+    )
+    if few or rule.members * facts.F.SLOTS**2 > MAX_COMPARISONS:
         return None
     # a larger union is slower than its members
     limit = min(int(rule.members * n / rule.cost) + 1, rule.members * n)

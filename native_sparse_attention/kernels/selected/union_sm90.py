@@ -34,13 +34,13 @@ from .union import Unions
 # one compiled kernel for all lengths
 LENGTHS = ["T", "limit", "groups", "tiles"]
 
-# consumer warpgroups, which never synchronise with each other
-CONSUMERS = gl.constexpr(2)
-# warps of each consumer, and rows of a warp, which has one member
-WARPS, ROWS = 4, 16
-MEMBERS = CONSUMERS.value * WARPS
-# chunks of the ring; keys of a product; registers of a consumer thread
-CHUNKS, SLICE, REGISTERS = 2, 16, 208
+# consumer warpgroups, which never synchronise with each other, and warps of each
+CONSUMERS, WARPS = gl.constexpr(2), gl.constexpr(4)
+# rows of a warp, which has one member
+ROWS, MEMBERS = 16, CONSUMERS.value * WARPS.value
+# blocks of a chunk; chunks of the ring; keys of a product; registers of a consumer thread
+CHUNK, CHUNKS, SLICE = gl.constexpr(union.CHUNK), gl.constexpr(2), gl.constexpr(16)
+REGISTERS = gl.constexpr(208)
 # cost of a union's block, at least: groups overlap if their members have more than this many times
 # the union's blocks. On an H200 both kernels took as long if two of four members were equal
 OVERLAPPING = 2.0
@@ -92,21 +92,20 @@ def rows_smem(q, ring, slot, CONSUMER: gl.constexpr):
 def produce(q, k, v, out, combine, unions, T, ring, F: gl.constexpr):
     """Producer warp. Copies each tile's queries, a consumer's to the slots of keys or of values,
     then its blocks. Prefetches the rows that the epilogue reads into L2."""
-    CHUNK: gl.constexpr = F.CHUNK
     TOKENS: gl.constexpr = q.block_shape[1]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     E: gl.constexpr = v.block_shape[3]
-    THREADS: gl.constexpr = (CONSUMERS * F.WARPS + 1) * 32
+    THREADS: gl.constexpr = (CONSUMERS * WARPS + 1) * 32
     BYTES: gl.constexpr = k.block_shape[1] * (k.block_shape[3] + v.block_shape[3]) * 2
     turn = 0
     for nth in range(gl.program_id(0), unions.tiles, gl.num_programs(0)):
         tile, b, r, h, group = tile_coords(nth, unions, F)
         n = gl.load(unions.counts + tile)
-        at = unions.blocks + tile.to(gl.int64) * unions.limit
-        e, next_e = gl.load(at, mask=n > 0, other=0), gl.load(at + 1, mask=n > 1, other=0)
+        offset = unions.blocks + tile.to(gl.int64) * unions.limit
+        e, next_e = gl.load(offset, mask=n > 0, other=0), gl.load(offset + 1, mask=n > 1, other=0)
         if n >= 0:
-            stage = turn % F.CHUNKS
-            if turn >= F.CHUNKS:
+            stage = turn % CHUNKS
+            if turn >= CHUNKS:
                 for i in gl.static_range(CHUNK):
                     hopper.named_barrier("sync", stage * CHUNK + i, THREADS)
             bar = ring.full.index(stage)
@@ -118,19 +117,19 @@ def produce(q, k, v, out, combine, unions, T, ring, F: gl.constexpr):
                 hopper.load_box(q, [b, token, r * F.G, 0], bar, smem)
             turn += 1
         for j in range(0, n, CHUNK):
-            stage = turn % F.CHUNKS
+            stage = turn % CHUNKS
             bar = ring.full.index(stage)
             for i in gl.static_range(CHUNK):
                 corner, valid = [b, e.to(gl.int32) * F.s, h, 0], j + i < n
                 slot = stage * CHUNK + i
-                if turn >= F.CHUNKS:
+                if turn >= CHUNKS:
                     hopper.named_barrier("sync", slot, THREADS)
                 mbarrier.expect(bar, BYTES, pred=valid)
                 mbarrier.arrive(bar, count=1, pred=j + i >= n)
                 hopper.load_box(k, corner, bar, ring.k.index(slot), pred=valid)
                 hopper.load_box(v, corner, bar, ring.v.index(slot), pred=valid)
                 e = next_e
-                next_e = gl.load(at + j + i + 2, mask=j + i + 2 < n, other=0)
+                next_e = gl.load(offset + j + i + 2, mask=j + i + 2 < n, other=0)
             turn += 1
         for first in gl.static_range(0, CONSUMERS * TOKENS, 32):
             i = first + gl.arange(0, 32, LANES)
@@ -143,13 +142,13 @@ def produce(q, k, v, out, combine, unions, T, ring, F: gl.constexpr):
                 hopper.fetch_rows(combine.cmp, row, real, F.G * E * 2)
                 hopper.fetch_rows(combine.win, row, real, F.G * E * 2)
     # complete every barrier
-    for chunk in range(gl.maximum(turn - F.CHUNKS, 0), turn):
+    for chunk in range(gl.maximum(turn - CHUNKS, 0), turn):
         for i in gl.static_range(CHUNK):
-            hopper.named_barrier("sync", chunk % F.CHUNKS * CHUNK + i, THREADS)
+            hopper.named_barrier("sync", chunk % CHUNKS * CHUNK + i, THREADS)
 
 
 @gluon.jit
-def fold(q, k_tile, v_tile, acc, m, l, scale_log2, BY_BOUND: gl.constexpr, SLICE: gl.constexpr):
+def fold(q, k_tile, v_tile, acc, m, l, scale_log2, BY_BOUND: gl.constexpr):
     """Fold a block of keys and values into a running softmax, SLICE keys at a time; see
     `primitives.scaled_step`."""
     MMA: gl.constexpr = acc.type.layout
@@ -178,8 +177,6 @@ def consume(
 ):  # fmt: skip
     """Consumer warpgroup: attention of its members to the blocks that they chose. Skips tiles of
     negative size."""
-    CHUNK: gl.constexpr = F.CHUNK
-    WARPS: gl.constexpr = F.WARPS
     THREADS: gl.constexpr = (CONSUMERS * WARPS + 1) * 32
     TOKENS: gl.constexpr = queries.block_shape[1]
     GROUP: gl.constexpr = queries.block_shape[2]
@@ -193,13 +190,13 @@ def consume(
     for nth in range(gl.program_id(0), unions.tiles, gl.num_programs(0)):
         tile, b, r, h, group = tile_coords(nth, unions, F)
         n = gl.load(unions.counts + tile)
-        at = unions.blocks + tile.to(gl.int64) * unions.limit
-        e = gl.load(at)  # unused without blocks
+        offset = unions.blocks + tile.to(gl.int64) * unions.limit
+        e = gl.load(offset)  # unused without blocks
         if F.BOUNDED:
             longest_key = gl.load(norms + b * F.K + h)
         if n >= 0:
-            stage = turn % F.CHUNKS
-            mbarrier.wait(ring.full.index(stage), (turn // F.CHUNKS) & 1)
+            stage = turn % CHUNKS
+            mbarrier.wait(ring.full.index(stage), (turn // CHUNKS) & 1)
             q_tile = rows_smem(queries, ring, stage * CHUNK, CONSUMER).reshape([M, D])
             q = q_tile.load(gl.DotOperandLayout(0, MMA, 2))
             m = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
@@ -223,17 +220,17 @@ def consume(
                 if F.BOUNDED:
                     count = gl.where(is_bounded == (way == 0), n, 0)
                 for j in range(0, count, CHUNK):
-                    stage = turn % F.CHUNKS
-                    mbarrier.wait(ring.full.index(stage), (turn // F.CHUNKS) & 1)
+                    stage = turn % CHUNKS
+                    mbarrier.wait(ring.full.index(stage), (turn // CHUNKS) & 1)
                     for i in range(CHUNK):
                         chosen = ((e >> 32).to(gl.int32) >> member) & 1
-                        e = gl.load(at + j + i + 1, mask=j + i + 1 < n, other=0)
+                        e = gl.load(offset + j + i + 1, mask=j + i + 1 < n, other=0)
                         slot = stage * CHUNK + i
                         if chosen != 0:
                             acc, m, l = fold(
                                 q, ring.k.index(slot).reshape([BLOCK_N, D]),
                                 ring.v.index(slot).reshape([BLOCK_N, E]), acc, m, l, scale_log2,
-                                way == 0, F.SLICE,
+                                way == 0,
                             )  # fmt: skip
                         hopper.named_barrier("arrive", slot, THREADS)
                     turn += 1
@@ -251,11 +248,9 @@ def nsa_selected_fwd_union_sm90(
 ):  # fmt: skip
     """One persistent program; a consumer's queries are a box of q. Writes out and lse, with ADD
     combined with the previous out and lse; with COMBINE also the layer's output."""
-    SLOTS: gl.constexpr = F.CHUNK * F.CHUNKS
+    SLOTS: gl.constexpr = CHUNK * CHUNKS
     unions = Tiles(blocks, counts, limit, groups, tiles)
-    ring = Ring(
-        hopper.buffers(k, SLOTS), hopper.buffers(v, SLOTS), hopper.barriers(F.CHUNKS, F.CHUNK)
-    )
+    ring = Ring(hopper.buffers(k, SLOTS), hopper.buffers(v, SLOTS), hopper.barriers(CHUNKS, CHUNK))
     fence_async_shared()
     hopper.thread_barrier()
     gl.warp_specialize(
@@ -264,8 +259,8 @@ def nsa_selected_fwd_union_sm90(
             (consume, (q, norms, unions, out, lse, combine, T, scale_log2, ring, 1, F)),
             (produce, (q, k, v, out, combine, unions, T, ring, F)),
         ],
-        [F.WARPS, 1],
-        [F.REGISTERS, 24],
+        [WARPS, 1],
+        [REGISTERS, 24],
     )  # fmt: skip
 
 
@@ -273,17 +268,17 @@ def is_supported(inputs: Inputs) -> bool:
     """Whether the kernel supports a call and has enough tiles to be faster. With
     `launch.using({"union_sm90": True})` any number of tiles is enough; with False, or with a tile
     config of the caller, the kernel never runs."""
-    at, F, start = inputs.facts, inputs.facts.F, inputs.selection.start
+    facts, F, start = inputs.facts, inputs.facts.F, inputs.selection.start
     allowed = launch.override.get("union_sm90")
     tiled, is_gpu = launch.requested_sizes("query_major.forward"), launch.supports_gluon(inputs.q)
     if allowed is False or tiled or not is_gpu or not inputs.suits_gluon:
         return False
-    rows = launch.FEW_ROWS <= at.rows <= ROWS
+    rows = launch.FEW_ROWS <= facts.rows <= ROWS
     # a tile starts at an aligned group of tokens
     aligned = ROWS % F.stride == start % F.stride == 0 and not F.RAGGED
-    slots = 0 < F.n <= MAX_SLOTS and at.S // F.s < MAX_BLOCKS
+    slots = 0 < F.n <= MAX_SLOTS and facts.S // F.s < MAX_BLOCKS
     min_tiles = 0 if allowed else MIN_TILES_PER_SM * launch.multiprocessors(inputs.q.device)
-    enough = at.B * F.R * (at.T // (MEMBERS * F.stride)) >= min_tiles
+    enough = facts.B * F.R * (facts.T // (MEMBERS * F.stride)) >= min_tiles
     return rows and (aligned or F.stride == 1) and slots and enough
 
 
@@ -304,18 +299,17 @@ def forward(
 ) -> None:
     """Writes out and lse over the top-n blocks of groups without unions of their own, with `add`
     combined with their previous values."""
-    q, at, F, tiles = inputs.q, inputs.facts, inputs.facts.F, unions.counts.numel()
-    box, q_box = [1, F.s, 1, F.D], [1, WARPS * F.stride, ROWS // F.stride, F.D]
+    q, facts, F, tiles = inputs.q, inputs.facts, inputs.facts.F, unions.counts.numel()
+    box, q_box = [1, F.s, 1, F.D], [1, WARPS.value * F.stride, ROWS // F.stride, F.D]
     if not tiles:
         return
     F = settings(
-        F, WARPS=WARPS, CHUNK=union.CHUNK, CHUNKS=CHUNKS, SLICE=SLICE, REGISTERS=REGISTERS,
-        BOUNDED=norms is not None, ADD=add, COMBINE=combine_inputs is not None,
+        F, BOUNDED=norms is not None, ADD=add, COMBINE=combine_inputs is not None
     )  # fmt: skip
     keys, values = (launch.gluon_box(t, box) for t in (inputs.k, inputs.v))
     # a program fills a multiprocessor
     launcher(nsa_selected_fwd_union_sm90, (min(tiles, launch.multiprocessors(q.device)),))(
         launch.gluon_box(q, q_box), keys, values, norms, unions.blocks, unions.counts, out, lse,
-        combine_group(combine_inputs), at.T, unions.limit, unions.groups, tiles,
-        inputs.scale * launch.LOG2_E, F, num_warps=WARPS,
+        combine_group(combine_inputs), facts.T, unions.limit, unions.groups, tiles,
+        inputs.scale * launch.LOG2_E, F, num_warps=WARPS.value,
     )  # fmt: skip
