@@ -200,7 +200,7 @@ def chunk_rows(T, first, length, heads):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_selected_reduce_out(
-    partial_out, partial_lse, block_indices, out, lse, combine, T, first, length, F: tl.constexpr
+    partial_out, partial_lse, block_indices, out, lse, combine, T, n, first, length, F: tl.constexpr
 ):  # fmt: skip
     """One program: M rows (token, head) of a chunk. Reduces the partials of a row's slots, and with
     ADD out and lse, into these. partial_lse is in units of log2. With COMBINE also writes the
@@ -208,12 +208,12 @@ def nsa_selected_reduce_out(
     H: tl.constexpr = F.R * F.G
     b, i, real = chunk_rows(T, first, length, H)
     row = (b * T + first) * H + i
-    indices = block_indices + ((b * T + first) * F.R + i // F.G) * F.n
-    base = (b * length * F.R + i // F.G) * (F.n * F.G) + i % F.G
+    indices = block_indices + ((b * T + first) * F.R + i // F.G) * n
+    base = (b * length * F.R + i // F.G) * (n * F.G) + i % F.G
 
     # the maximum over all slots first: then no partial waits for the previous one
     slot = tl.arange(0, F.SLOTS)
-    mask = real[:, None] & (slot < F.n)[None]
+    mask = real[:, None] & (slot < n)[None]
     mask = mask & (tl.load(indices[:, None] + slot[None], mask=mask, other=-1) >= 0)
     all_slots = base[:, None] + slot[None] * F.G
     logs = tl.load(partial_lse + all_slots, mask=mask, other=float("-inf"))
@@ -228,7 +228,7 @@ def nsa_selected_reduce_out(
         weight = tl.exp2(stored_lse - origin)
         acc = steps.load_rows(out, row * F.E, F.E, F.BLOCK_E, real).to(tl.float32) * weight[:, None]
         l += weight
-    for j in tl.range(0, F.n, loop_unroll_factor=4):
+    for j in tl.range(0, n, loop_unroll_factor=4):
         chosen = real & (tl.load(indices + j, mask=real, other=-1) >= 0)
         offset = base + j * F.G
         weight = tl.exp2(tl.load(partial_lse + offset, mask=chosen, other=float("-inf")) - origin)
@@ -283,7 +283,7 @@ def nsa_selected_reduce_dkv(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_selected_reduce_dq(
-    partial_dq, pair_indices, dq, T, first, length, head, F: tl.constexpr
+    partial_dq, pair_indices, dq, T, n, first, length, head, F: tl.constexpr
 ):  # fmt: skip
     """One program: M rows (token, head) of a chunk. Writes dq, with ADD adds to it: the sum of
     partials over slots and key tiles."""
@@ -291,11 +291,11 @@ def nsa_selected_reduce_dq(
     b, i, real = chunk_rows(T, first, length, GROUPS * F.G)
     token, group = first + i // F.G // GROUPS, head * (F.R // F.K) + i // F.G % GROUPS
     group_row = (b * T + token) * F.R + group
-    row, slots = group_row * F.G + i % F.G, group_row * F.n
+    row, slots = group_row * F.G + i % F.G, group_row * n
     acc = tl.full([REDUCE_ROWS, F.BLOCK_D], 0.0, tl.float32)
     if F.ADD:
         acc = steps.load_rows(dq, row * F.D, F.D, F.BLOCK_D, real).to(tl.float32)
-    for slot in tl.range(0, F.n * F.KEY_TILES, loop_unroll_factor=4):
+    for slot in tl.range(0, n * F.KEY_TILES, loop_unroll_factor=4):
         offset = pair_indices + slots + slot // F.KEY_TILES
         pair = tl.load(offset, mask=real, other=-1).to(tl.int64)
         partial = (pair * F.KEY_TILES + slot % F.KEY_TILES) * F.G + i % F.G
@@ -377,7 +377,7 @@ def forward(
         )  # fmt: skip
         launcher(nsa_selected_reduce_out, (facts.B * launch.cdiv(length * H, REDUCE_ROWS.value),))(
             *partials, inputs.selection.block_indices, out, lse, combine_group(combine_inputs),
-            facts.T, chunk.first, length, step["F"],
+            facts.T, F.n, chunk.first, length, step["F"],
         )  # fmt: skip
     return out, lse
 
@@ -422,7 +422,7 @@ def backward(
         if dq is not None:
             grid = (facts.B * launch.cdiv(chunk_rows, REDUCE_ROWS.value),)
             launcher(nsa_selected_reduce_dq, grid)(
-                partial_dq, csr.pair_indices, dq_out, facts.T, chunk.first, chunk.length,
+                partial_dq, csr.pair_indices, dq_out, facts.T, F.n, chunk.first, chunk.length,
                 chunk.head, step["F"],
             )  # fmt: skip
         del partial_dq, gradients
