@@ -91,11 +91,13 @@ class Inputs:
             launch.has_wide_offsets(*layouts), launch.tuning(),
         )  # fmt: skip
 
-    @property
-    def suits_gluon(self) -> bool:
+    def suits_gluon(self, kernel: str, portable: str) -> bool:
         """What all Gluon kernels need: 16 bits, keys and values of 64 or 128 features, whole blocks
-        of 64 keys, strides for TMA, a positive scale, no soft cap and no gates."""
+        of 64 keys, strides for TMA, a positive scale, no soft cap and no gates. None runs with
+        `launch.using({kernel: False})`, or with a tile config of the caller for `portable`."""
         facts, F = self.facts, self.facts.F
+        if launch.override.get(kernel) is False or launch.requested_sizes(portable):
+            return False
         sizes = facts.dtype.itemsize == 2 and F.D == F.E in (64, 128) and F.s == 64 and facts.whole
         plain = F.POSITIVE and not F.CAP and not F.GATES
         return sizes and plain and facts.tma and launch.supports_tma(launch.layout(self.q))

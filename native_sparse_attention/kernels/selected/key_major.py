@@ -23,7 +23,7 @@ from ..common import primitives as steps
 from ..common.precompile import launcher
 from .csr import CSR, Chunk
 from .inputs import Backward, Facts, Gradients, Inputs, combine_group, settings
-from .query_major import visible_keys
+from .query_major import gated_logits, visible_keys
 
 # one compiled kernel for all lengths
 LENGTHS = ["T", "S", "C", "BLOCKS", "start", "tile_pairs", "first", "length", "head"]
@@ -141,16 +141,10 @@ def nsa_selected_bwd_key_major(
 
             # [N, M]: p and ds are the left operands of the next products
             product = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-            if F.CAP or F.GATES:
-                logits = product * scale
-                if F.CAP:
-                    logits = steps.soft_capped(logits, cap)
-                weight = 1.0
-                if F.GATES:
-                    weight = tl.load(index.gates + e, mask=real, other=1.0).to(tl.float32)[None]
-                logits2 = logits * weight * 1.4426950408889634
-            else:
-                logits2 = product * (scale * 1.4426950408889634)
+            weight = 1.0
+            if F.GATES:
+                weight = tl.load(index.gates + e, mask=real, other=1.0).to(tl.float32)[None]
+            logits, logits2 = gated_logits(product, scale, cap, weight, F)
             if not F.WHOLE:  # padding rows add nothing: their q, d_out and delta are zeros
                 visible = valid[:, None] & real[None]
                 visible = visible_keys(visible, key[:, None], position[None], ends[None], F)

@@ -320,17 +320,13 @@ def nsa_selected_bwd_key_major_sm90(
 
 
 def is_supported(inputs: Inputs) -> bool:
-    """Whether the kernel supports a call; never with a tile config of the caller or with
-    `launch.using({"key_major_sm90": False})`."""
-    q, G, allowed = inputs.q, inputs.facts.F.G, launch.override.get("key_major_sm90", True)
-    if not allowed or launch.requested_sizes("key_major.backward") or not launch.supports_gluon(q):
-        return False
-    if ROWS.value < G or not 0 < inputs.selection.block_indices.numel() < 1 << 31:
-        return False
+    """Whether the kernel supports a call on a GPU that runs Gluon kernels."""
+    G, pairs = inputs.facts.F.G, inputs.selection.block_indices.numel()
     # threads copy 16 bytes each, which Triton infers from strides divisible by 16
     copied = launch.next_power_of_2(G) < MIN_BOX_ROWS
-    aligned = not copied or all(stride % 16 == 0 for stride in q.stride()[:3])
-    return aligned and inputs.suits_gluon
+    aligned = not copied or all(stride % 16 == 0 for stride in inputs.q.stride()[:3])
+    fits = ROWS.value >= G and 0 < pairs < 1 << 31
+    return aligned and fits and inputs.suits_gluon("key_major_sm90", "key_major.backward")
 
 
 def pair_tokens(inputs: Inputs) -> int:

@@ -128,6 +128,19 @@ def mask_logits(logits, packed, key, valid, position, ends, F: tl.constexpr):
 
 
 @triton.jit
+def gated_logits(product, scale, cap, weight, F: tl.constexpr):
+    """Logits before the gates of slots, capped; and with these in units of log2."""
+    if F.CAP or F.GATES:
+        logits = product * scale
+        if F.CAP:
+            logits = steps.soft_capped(logits, cap)
+        logits2 = logits * weight * 1.4426950408889634
+    else:
+        logits, logits2 = product, product * (scale * 1.4426950408889634)
+    return logits, logits2
+
+
+@triton.jit
 def slot_gates(gates, bt, r, j0, real, F: tl.constexpr):
     """Gates [M, N] of the slots of keys [N] from j0 on, for rows [M]."""
     slot = (j0 + tl.arange(0, F.BLOCK_N)) // F.BLOCK_S
@@ -215,16 +228,10 @@ def nsa_selected_dq_query_major(
                 k, v, k_strides, v_strides, b, h, blocks, j0, length, S, F
             )
             product = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-            if F.CAP or F.GATES:
-                logits = product * scale
-                if F.CAP:
-                    logits = steps.soft_capped(logits, cap)
-                weight = 1.0
-                if F.GATES:
-                    weight = slot_gates(index.gates, b * T + token, r, j0, real, F)
-                logits2 = logits * weight * 1.4426950408889634
-            else:
-                logits2 = product * (scale * 1.4426950408889634)
+            weight = 1.0
+            if F.GATES:
+                weight = slot_gates(index.gates, b * T + token, r, j0, real, F)
+            logits, logits2 = gated_logits(product, scale, cap, weight, F)
             logits2, bias = mask_logits(logits2, packed, key, valid, start + token, ends, F)
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
             seen_lse = lse_row - bias

@@ -265,21 +265,18 @@ def nsa_selected_fwd_union_sm90(
 
 
 def is_supported(inputs: Inputs) -> bool:
-    """Whether the kernel supports a call and has enough tiles to be faster. With
-    `launch.using({"union_sm90": True})` any number of tiles is enough; with False, or with a tile
-    config of the caller, the kernel never runs."""
+    """Whether the kernel supports a call on a GPU that runs Gluon kernels, and has enough tiles to
+    be faster. With `launch.using({"union_sm90": True})` any number of tiles is enough."""
     facts, F, start = inputs.facts, inputs.facts.F, inputs.selection.start
-    allowed = launch.override.get("union_sm90")
-    tiled, is_gpu = launch.requested_sizes("query_major.forward"), launch.supports_gluon(inputs.q)
-    if allowed is False or tiled or not is_gpu or not inputs.suits_gluon:
-        return False
-    rows = launch.FEW_ROWS <= facts.rows <= ROWS
     # a tile starts at an aligned group of tokens
-    aligned = ROWS % F.stride == start % F.stride == 0 and not F.RAGGED
-    slots = 0 < F.n <= MAX_SLOTS and facts.S // F.s < MAX_BLOCKS
-    min_tiles = 0 if allowed else MIN_TILES_PER_SM * launch.multiprocessors(inputs.q.device)
+    aligned = F.stride == 1 or (ROWS % F.stride == start % F.stride == 0 and not F.RAGGED)
+    fits = launch.FEW_ROWS <= facts.rows <= ROWS and facts.S // F.s < MAX_BLOCKS
+    forced, device = launch.override.get("union_sm90"), inputs.q.device
+    min_tiles = 0 if forced else MIN_TILES_PER_SM * launch.multiprocessors(device)
     enough = facts.B * F.R * (facts.T // (MEMBERS * F.stride)) >= min_tiles
-    return rows and (aligned or F.stride == 1) and slots and enough
+    slots = 0 < F.n <= MAX_SLOTS
+    suits = inputs.suits_gluon("union_sm90", "query_major.forward")
+    return aligned and fits and slots and enough and suits
 
 
 def allocate_shared(inputs: Inputs) -> Unions | None:
