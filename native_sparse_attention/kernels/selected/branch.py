@@ -257,16 +257,3 @@ def topn_backward_kv(
     if plan.block_csr is not None:
         sums = dk, dv, dq if plan.is_key_major else None
         key_major.backward(inputs, bwd, plan.block_csr, *sums, plan.gluon, plan.pair_tokens)
-
-
-def backward(
-    inputs: Inputs, bwd: launch.BackwardInputs
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk and dv (dk and dv in float32), and the gradient of the gates."""
-    dq, plan = launch.Accumulator(inputs.q), plan_backward(inputs)
-    plan.run(inputs.selection)
-    forced_backward_q(inputs, bwd, dq)
-    d_gates = topn_backward_q(inputs, bwd, dq, plan)
-    dk, dv = forced_backward_kv(inputs, bwd)
-    topn_backward_kv(inputs, bwd, dk, dv, dq, plan)
-    return dq.result(), dk, dv, d_gates
