@@ -4,16 +4,17 @@ import triton
 import triton.language as tl
 
 from ..common.primitives import candidates_end
-from ..topk.logits import first_window, window_weight
+from ..topk.selection import window_weight
 from ..topk.topn import (
     NO_BLOCK,
     NO_KEY,
     NO_ORDER,
     NO_SCORE,
-    chunk_blocks,
     finish,
+    first_window,
     fold,
     ordered_bits,
+    permute_blocks,
     sort_keys,
     start,
 )
@@ -183,13 +184,13 @@ def best_blocks(
     for c0 in range(S.INITIAL // (CHUNKS * BLOCK_N) * (CHUNKS * BLOCK_N), end, CHUNKS * BLOCK_N):
         tiles = ()
         for i in tl.static_range(CHUNKS):
-            c = chunk_blocks(c0 + i * BLOCK_N, BLOCK_N, COLUMNS)
+            c = permute_blocks(c0 + i * BLOCK_N + tl.arange(0, BLOCK_N), COLUMNS)
             is_candidate = (c >= S.INITIAL) & (c < end)
             clamped = tl.where(is_candidate, c, S.INITIAL)
             score = block_scores(scores, clamped, window_end, S)
             tiles += (tl.where(is_candidate, score, NO_SCORE)[None],)
         for i in tl.static_range(CHUNKS):
-            c = chunk_blocks(c0 + i * BLOCK_N, BLOCK_N, COLUMNS)
+            c = permute_blocks(c0 + i * BLOCK_N + tl.arange(0, BLOCK_N), COLUMNS)
             candidates = fold(candidates, tiles[i], c, COLUMNS)
     if COLUMNS > 0:
         ranking, missed = merge_by_warps(candidates, TOPN, PADDED_TOPN)

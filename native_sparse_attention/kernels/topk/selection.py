@@ -1,18 +1,27 @@
 """Ranking of blocks: scores are computed tile by tile and folded into a running top n on chip.
 
 A tile ranks the leaders of groups of STRIDE tokens (every token where STRIDE = 1). Every token of a
-group gets the block indices of its leader. `ops/reference.py` is the specification.
+group gets the block indices of its leader. By `importance`, a block's score is
 
-Kernels omit a positive factor of all scores of a query: it does not change the ranking.
+* "logits": the product of the mean query of the heads that rank together with the block's mean key;
+* "max": the largest product of the mean query with a key of the block's windows;
+* "probs": the block's softmax mass (`softmax_mass.py`).
+
+`ops/reference.py` is the specification. Kernels omit a positive factor of all scores of a query: it
+does not change the ranking. Means are float32, split into two float16 halves, whose products tensor
+cores sum in float32; a product is accurate to 2^-21 of the product of its rows' largest elements.
+Of "max", one half is exact for keys of 16 bits, and mean queries are rounded to it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ...varlen import Documents
@@ -20,68 +29,293 @@ from ..common import launch
 from ..common import tile_configs as tiles
 from ..common.launch import Layout, Plan, cdiv, layout, next_power_of_2, strided
 from ..common.precompile import launcher
-from ..common.primitives import Strided
-from .largest import nsa_topk_max, window_keys
-from .logits import block_keys, nsa_topk_logits
-from .softmax_mass import nsa_topk_lse, nsa_topk_softmax_mass
+from ..common.primitives import document_interval, grid_position, leaders, load_rows
+from .softmax_mass import nsa_topk_softmax_mass
+from .topn import (
+    LENGTHS,
+    NO_SCORE,
+    candidate_ranges,
+    finish,
+    first_window,
+    fold,
+    permute_blocks,
+    start,
+    write_block_indices,
+)
 
-# compile-time settings of the kernels. Of probs: HEADS pads G, a window covers WINDOW tokens; of
-# logits and max: ONE_HALF where mean queries are exact in float16, keys of HALVES
+# compile-time settings of the kernels that rank. A block has PER_BLOCK keys (of probs: windows),
+# padded to a power of two; with LARGEST they are those of its windows. Of probs: HEADS pads G, a
+# window covers WINDOW tokens; of the others: keys of HALVES, ONE_HALF where mean queries are exact
+# in float16
 Settings = namedtuple(
     "Settings",
     "G RANKS_PER_KV D BLOCK_D BLOCK_M BLOCK_N COLUMNS DEPTH MERGE_N SLOTS SLOTS_2 PER_BLOCK d s "
     "INITIAL LOCAL STRIDE CAUSAL RAGGED LEADERS DOCUMENTS FLIPPED INTERPOLATED ONE_HALF HALVES "
-    "NUM_STAGES_Q WINDOW HEADS WARPS WIDE CAP",
+    "NUM_STAGES_Q LARGEST WINDOW HEADS WARPS WIDE CAP",
 )
+# of the kernel that converts keys, BLOCK_C a program
+KeySettings = namedtuple(
+    "KeySettings", "D BLOCK_D HALVES FLIPPED BLOCK_C BLOCK_S d s INTERPOLATED DOCUMENTS"
+)
+BLOCK_C = 16
 
 
-class Facts(NamedTuple):
-    """What a plan depends on besides the config."""
-
-    q: Layout
-    ck: Layout
-    ranks: int
-    n: int
-    num_ranked: int
-    has_starts: bool
-    has_documents: bool
-    has_leaders: bool
-    needs_lse: bool
+@triton.jit
+def two_halves(x):
+    """Rows [M, D] as float16 `high + low`, each row scaled by a power of two; also the factors [M]
+    that undo the scaling. The error is at most 2^-23 of a row's largest element."""
+    bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
+    exponent = tl.minimum(tl.maximum(bits >> 23, 1), 253)
+    x = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    high = x.to(tl.float16)
+    low = (x - high.to(tl.float32)).to(tl.float16)
+    return high, low, (exponent << 23).to(tl.float32, bitcast=True)
 
 
-def options(settings: Settings, tile: Any) -> dict[str, Any]:
-    return dict(F=settings, num_warps=tile.num_warps, num_stages=tile.num_stages)
+@triton.jit
+def window_weight(c, j, end, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
+                  INTERPOLATED: tl.constexpr):  # fmt: skip
+    """Weight of the j-th window of each block c [C] in the block's mean key; 0 from window `end`
+    [C] on."""
+    w = first_window(c, d, s) + j
+    if INTERPOLATED:
+        # [C, BLOCK_S]
+        u = tl.arange(0, BLOCK_S)[None]
+        t = c[:, None] * s + u
+        # twice the distance of token and window centre, in units of 1 / (2 d)
+        distance = tl.abs(2 * t + 1 - d - 2 * d * w[:, None])
+        shared = tl.where((u < s) & (t < end[:, None] * d), tl.maximum(2 * d - distance, 0), 0)
+        weight = tl.sum(shared, 1).to(tl.float32)
+    else:
+        weight = (w < end).to(tl.float32)
+    return weight
+
+
+@triton.jit(do_not_specialize=["T", "C", "W"])
+def nsa_topk_block_keys(ck, keys, sizes, documents, T, C, W, K, scale, F: tl.constexpr):
+    """One program: mean keys of a tile of blocks of one row and KV head, as [HALVES, BLOCK_D] and
+    the power of two that undoes their scaling. Program 1 of axis 2 writes the keys for queries that
+    do not see the window after the block: the block's last window replaces that window."""
+    tile_index, line, _tiles, lines = grid_position(F.FLIPPED)
+    b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
+    c = tile_index * F.BLOCK_C + tl.arange(0, F.BLOCK_C)
+    WINDOWS: tl.constexpr = F.s // F.d if F.s > F.d else 1
+    first = first_window(c, F.d, F.s)
+    lo = c * 0
+    end = lo + W
+    if F.DOCUMENTS:
+        lo, end = document_interval(
+            lo, end, c * F.s, T, documents.first + b * T, documents.last + b * T, F.d
+        )
+    last = end - 1
+    if tl.program_id(2) == 1:
+        last = tl.minimum(last, first + WINDOWS - 1)
+
+    k_sum = tl.full([F.BLOCK_C, F.BLOCK_D], 0.0, tl.float32)
+    count = tl.full([F.BLOCK_C], 0.0, tl.float32)
+    # interpolated: sums of differences from the first key, so the mean of equal keys is exact
+    origin = k_sum
+    if F.INTERPOLATED:
+        w = tl.minimum(tl.maximum(first, lo), last)
+        rows = b * ck.b + h * ck.h + w.to(tl.int64) * ck.n
+        origin = load_rows(ck.ptr, rows, F.D, F.BLOCK_D, (c < C) & (w < W)).to(tl.float32)
+    MARGIN: tl.constexpr = 1 if F.INTERPOLATED else 0
+    for j in range(-MARGIN, WINDOWS + MARGIN):
+        w = first + j
+        weight = window_weight(c, j, end, F.d, F.s, F.BLOCK_S, F.INTERPOLATED)
+        if F.INTERPOLATED:
+            w = tl.minimum(tl.maximum(w, lo), last)
+        rows = b * ck.b + h * ck.h + w.to(tl.int64) * ck.n
+        tile = load_rows(ck.ptr, rows, F.D, F.BLOCK_D, (c < C) & (w < W)).to(tl.float32)
+        if F.INTERPOLATED:
+            tile -= origin
+        k_sum += weight[:, None] * tile
+        count += weight
+    key = (origin + k_sum / tl.maximum(count, 1.0)[:, None]) * scale
+
+    row = (tl.program_id(2) * lines + line).to(tl.int64) * C + c
+    high, low, size = two_halves(key)
+    offsets = row[:, None] * (F.HALVES * F.BLOCK_D) + tl.arange(0, F.BLOCK_D)[None]
+    tl.store(keys + offsets, high, mask=(c < C)[:, None])
+    if F.HALVES == 2:
+        tl.store(keys + offsets + F.BLOCK_D, low, mask=(c < C)[:, None])
+    tl.store(sizes + row, size, mask=c < C)
+
+
+@triton.jit
+def products(q_high, q_low, keys, sizes, row, is_key, F: tl.constexpr):
+    """q.k [M, N] of rows [N] of `keys` in float32, smallest terms first."""
+    width: tl.constexpr = F.HALVES * F.BLOCK_D
+    k_high = load_rows(keys, row * width, F.BLOCK_D, F.BLOCK_D, is_key)
+    if F.HALVES == 2:
+        k_low = load_rows(keys + F.BLOCK_D, row * width, F.BLOCK_D, F.BLOCK_D, is_key)
+        size = tl.load(sizes + row, mask=is_key, other=0.0)
+        x = tl.dot(q_high, tl.trans(k_low))
+        if not F.ONE_HALF:  # else q_low is zero
+            x = tl.dot(q_low, tl.trans(k_high), x)
+        x = tl.dot(q_high, tl.trans(k_high), x)
+    else:
+        size = tl.load(sizes + row, mask=is_key, other=0.0)
+        x = tl.dot(q_high, tl.trans(k_high))
+    return x * size[None]
+
+
+@triton.jit
+def key_of_column(N: tl.constexpr, SLICE: tl.constexpr):
+    """The block of a chunk and the key of a slice that each column [N] of a tile scores. A thread
+    of an MMA holds columns 2 i and 2 i + 1 of every 8: they are of one block."""
+    n = tl.arange(0, N)
+    block = n
+    key = n * 0
+    if SLICE > 1:
+        HALF: tl.constexpr = SLICE // 2
+        eighth = n // 8
+        block = eighth // HALF * 4 + n % 8 // 2
+        key = eighth % HALF * 2 + n % 2
+    return block, key
+
+
+@triton.jit
+def largest_of_blocks(x, SLICE: tl.constexpr):
+    """[M, N] in the order of `key_of_column` to the largest score of each block [M, CHUNK]."""
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    if SLICE > 1:
+        x = tl.reshape(x, [M, N // (4 * SLICE), SLICE // 2, 4, 2])
+        x = tl.reshape(tl.max(tl.max(x, 4), 2), [M, N // SLICE])
+    return x
+
+
+@triton.jit
+def best_blocks(
+    q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, hi, N,
+    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """The ranking [M, SLOTS_2] of blocks low .. end - 1, and whether it must be repeated. A step
+    scores SLICE keys, of N, of each of CHUNK blocks. With PARTIAL, rows see windows before hi only,
+    also inside of candidates; causally they see all windows of candidates."""
+    M: tl.constexpr = end.shape[0]
+    WINDOWS: tl.constexpr = F.s // F.d if F.s > F.d else 1
+    KEYS: tl.constexpr = WINDOWS if F.LARGEST else 1
+    PARTIAL: tl.constexpr = F.LARGEST and F.DOCUMENTS and not F.CAUSAL
+    # a query's edge block holds the last windows that it sees
+    EDGES: tl.constexpr = F.INTERPOLATED and F.CAUSAL
+    ROOM: tl.constexpr = BLOCK_N // (
+        COLUMNS if COLUMNS > 4 else (F.SLOTS_2 if F.SLOTS_2 > 4 else 4)
+    )
+    SLICE: tl.constexpr = F.PER_BLOCK if F.PER_BLOCK < ROOM else ROOM
+    CHUNK: tl.constexpr = BLOCK_N // SLICE
+    STEPS: tl.constexpr = F.PER_BLOCK // SLICE
+    running = start(M, F.SLOTS_2, COLUMNS, DEPTH)
+    running_max = tl.full([M, CHUNK], NO_SCORE, tl.float32)
+    block, key = key_of_column(BLOCK_N, SLICE)
+    first_edge = (tl.min(position, 0) // F.d - WINDOWS) * F.d // F.s
+    chunks = tl.cdiv(tl.max(end, 0), CHUNK)
+    for step in range(tl.min(low, 0) // CHUNK * STEPS, chunks * STEPS):
+        c0, j0 = step // STEPS * CHUNK, step % STEPS * SLICE
+        key_block = permute_blocks(c0 + block, COLUMNS)
+        window = first_window(key_block, F.d, F.s)
+        n = (window if F.LARGEST else key_block) + (j0 + key)
+        is_key = (n < N) & (j0 + key < KEYS)
+        x = products(q_high, q_low, keys, sizes, first_row + n, is_key, F)
+        if EDGES:  # noqa: SIM102
+            if c0 + CHUNK > first_edge:
+                edge = products(q_high, q_low, keys, sizes, edge_row + n, is_key, F)
+                is_edge = (window + WINDOWS)[None] == (position // F.d)[:, None]
+                x = tl.where(is_edge, edge, x)
+        if F.LARGEST:
+            x += tl.where(is_key, 0.0, NO_SCORE)[None]
+        if PARTIAL:
+            x = tl.where(n[None] < hi[:, None], x, NO_SCORE)
+        score = largest_of_blocks(x, SLICE)
+        if STEPS > 1:
+            score = tl.maximum(score, tl.where(j0 == 0, NO_SCORE, running_max))
+            running_max = score
+        if j0 == F.PER_BLOCK - SLICE:
+            c = permute_blocks(c0 + tl.arange(0, CHUNK), COLUMNS)
+            candidate = (c[None] >= low[:, None]) & (c[None] < end[:, None])
+            running = fold(running, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
+    return finish(running, F.SLOTS, F.SLOTS_2, COLUMNS)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def nsa_topk_logits(
+    q, keys, sizes, out, leader_indices, starts, documents, first_token, T, C, W, RANKS,
+    F: tl.constexpr,
+):  # fmt: skip
+    """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, which is
+    the mean of G query heads. Reads the queries, with NUM_STAGES_Q heads in flight, and the keys of
+    their candidates. RANKS_PER_KV ranking heads share a KV head."""
+    tile, line, tiles, lines = grid_position(F.FLIPPED)
+    tile = tiles - 1 - tile  # tiles with most candidates first
+    b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
+    if F.RAGGED:
+        first_token = tl.load(starts + b).to(tl.int32)
+    index = tile * F.BLOCK_M + tl.arange(0, F.BLOCK_M)
+    position, token, ranked = leaders(index, first_token, T, F.STRIDE)
+    low, end, _lo, hi = candidate_ranges(position, token, ranked, documents, b, T, C, W, F)
+
+    q_sum = tl.full([F.BLOCK_M, F.BLOCK_D], 0.0, tl.float32)
+    for g in tl.range(0, F.G, num_stages=F.NUM_STAGES_Q):
+        rows = b * q.b + token.to(tl.int64) * q.n + (r * F.G + g) * q.h
+        q_sum += load_rows(q.ptr, rows, F.D, F.BLOCK_D, ranked).to(tl.float32)
+    q_high, q_low, _ = two_halves(q_sum)
+
+    N = W if F.LARGEST else C
+    first_row = (line // F.RANKS_PER_KV).to(tl.int64) * N
+    edge_row = first_row + (lines // F.RANKS_PER_KV).to(tl.int64) * N
+    indices, missed = best_blocks(
+        q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, hi, N, F.BLOCK_N,
+        F.COLUMNS, F.DEPTH, F,
+    )  # fmt: skip
+    if F.DEPTH < F.SLOTS and F.COLUMNS > 0:  # noqa: SIM102
+        if missed > 0:
+            indices, missed = best_blocks(
+                q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, hi, N,
+                F.MERGE_N, 0, 0, F,
+            )  # fmt: skip
+    write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, F)
+
+
+# launch
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(call: Facts, config: Any, _tuning: Any) -> tuple[Plan, Plan | None]:
-    """The launches of the ranking and, where it needs them, of its log-sum-exps."""
-    (B, T, H, D), K, dtype = call.q.shape, call.ck.shape[2], call.q.dtype
-    G, n, s, d = H // call.ranks, call.n, config.selection_block_size, config.d
-    importance, stride = config.importance, config.selection_stride
-    interpolated = config.interpolated_importance_score
-    tile = launch.topk_tile(importance, D, G, n, dtype, interpolated, call.num_ranked)
-    probs, block_d = importance == "probs", launch.padded(D)
+def plan(
+    q: Layout, ck: Layout, ranks: int, n: int, num_ranked: int, has: tuple[bool, ...], config: Any,
+    _tuning: Any,
+) -> tuple[Plan, Plan]:  # fmt: skip
+    """The launch of a ranking, and that of the conversion of its keys. `has`: starts, leaders and
+    documents."""
+    (B, T, H, D), K, dtype = q.shape, ck.shape[2], q.dtype
+    G, s, d, stride = H // ranks, config.selection_block_size, config.d, config.selection_stride
+    importance, interpolated = config.importance, config.interpolated_importance_score
+    tile = launch.topk_tile(importance, D, G, n, dtype, interpolated, num_ranked)
+    probs, is_max, block_d = importance == "probs", importance == "max", launch.padded(D)
+    halves = 1 if is_max and dtype != torch.float32 else 2
     rows = next_power_of_2(G) if probs else 1
-    leaders = cdiv(T + stride - 1, stride)
-    grid, flipped = launch.grid(cdiv(leaders, tile.block_m // rows), B * call.ranks)
+    grid, flipped = launch.grid(cdiv(cdiv(T + stride - 1, stride), tile.block_m // rows), B * ranks)
     settings = Settings(
-        G, call.ranks // K, D, block_d, tile.block_m, tile.block_n, tile.columns, tile.depth,
-        tile.merge_n, n, max(2, next_power_of_2(n)), next_power_of_2(max(1, s // d)), d, s,
-        config.num_initial_blocks, max(config.num_local_blocks, 1), stride, config.causal,
-        call.has_starts, call.has_leaders, call.has_documents, flipped, interpolated,
-        ONE_HALF=G == 1 and dtype != torch.float32, HALVES=2 if dtype == torch.float32 else 1,
+        G, ranks // K, D, block_d, tile.block_m, tile.block_n, tile.columns, tile.depth,
+        tile.block_n if is_max else tile.merge_n, n, max(2, next_power_of_2(n)),
+        1 if importance == "logits" else next_power_of_2(max(1, s // d)), d, s,
+        config.num_initial_blocks, max(config.num_local_blocks, 1), stride, config.causal, *has,
+        flipped, interpolated, ONE_HALF=G == 1 and dtype != torch.float32, HALVES=halves,
         NUM_STAGES_Q=tiles.heads_in_flight(tile.block_m * block_d * dtype.itemsize),
-        WINDOW=config.compress_block_size, HEADS=rows, WARPS=tile.num_warps,
-        WIDE=probs and launch.has_wide_offsets(call.ck), CAP=config.soft_cap is not None,
+        LARGEST=is_max, WINDOW=config.compress_block_size, HEADS=rows, WARPS=tile.num_warps,
+        WIDE=probs and launch.has_wide_offsets(ck), CAP=config.soft_cap is not None,
     )  # fmt: skip
-    ranking = Plan(grid, options(settings, tile))
-    if not call.needs_lse:
-        return ranking, None
-    lse = launch.flash_tile("forward", True, D, rows, dtype)
-    grid, flipped = launch.grid(cdiv(leaders, lse.block_m // rows), B * call.ranks)
-    settings = settings._replace(BLOCK_M=lse.block_m, BLOCK_N=lse.block_n, FLIPPED=flipped)
-    return ranking, Plan(grid, options(settings, lse))
+    options = dict(F=settings, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    # of "max" the keys are those of windows, and only the sign of the scale matters
+    C, unit, scale = num_ranked, s, config.scale_of(D)
+    if is_max:
+        C, unit, scale = ck.shape[1], d, float((scale > 0) - (scale < 0))
+    keys_grid, flipped = launch.grid(cdiv(C, BLOCK_C), B * K, 2 if interpolated else 1)
+    key_settings = KeySettings(
+        D, block_d, halves, flipped, BLOCK_C, next_power_of_2(s), d, unit, interpolated,
+        has[2] and not is_max,
+    )  # fmt: skip
+    return Plan(grid, options), Plan(keys_grid, dict(C=C, scale=scale, F=key_settings))
 
 
 def select_blocks(
@@ -95,49 +329,33 @@ def select_blocks(
     starts: Tensor | None = None,
     documents: Documents | None = None,
     leaders: Tensor | None = None,
-    mem_k: Tensor | None = None,
     lse: Tensor | None = None,
-    sinks: Tensor | None = None,
 ) -> None:
     """Write to `out` [B T R n] the block indices of q [B T H D] for ck [B W K D], by the settings
     of `config`, an `AttentionConfig`: the top n of the first `num_ranked` blocks. `leaders` [B R n]
-    is the ranking of the first query's group if its leader came before this call. `lse` [B T H] and
-    `sinks` [H] are those of the compressed branch."""
-    q, ck = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, ck))
-    ranks, n = out.shape[2:]
-    call = Facts(
-        layout(q), layout(ck), ranks, n, num_ranked, starts is not None, documents is not None,
-        leaders is not None, lse is None and config.importance == "probs",
+    is the ranking of the first query's group if its leader came before this call. `lse` [B T H] is
+    that of the compressed branch, for importance="probs"."""
+    (B, W, K), ranks = ck.shape[:3], out.shape[2]
+    has = starts is not None, leaders is not None, documents is not None
+    ranking, conversion = plan(
+        layout(q), layout(ck), *out.shape[2:], num_ranked, has, config, launch.tuning()
+    )
+    args: dict[str, Any] = ranking.args | dict(
+        q=strided(q), out=out, leader_indices=leaders, starts=starts, documents=documents,
+        first_token=start, T=q.shape[1], C=num_ranked, W=W, RANKS=ranks,
     )  # fmt: skip
-    ranking, lse_plan = plan(call, config, launch.tuning())
-    queries: dict[str, Any] = dict(
-        q=strided(q), starts=starts, documents=documents, first_token=start, T=q.shape[1],
-        RANKS=ranks,
-    )  # fmt: skip
-    args = queries | dict(out=out, leader_indices=leaders, C=num_ranked, **ranking.args)
-    if config.importance == "logits":
-        keys, sizes = block_keys(ck, num_ranked, config, documents)
-        launcher(nsa_topk_logits, ranking.grid)(keys=keys, sizes=sizes, **args)
-    elif config.importance == "max":
-        keys, sizes = window_keys(ck, config)
-        launcher(nsa_topk_max, ranking.grid)(keys=keys, sizes=sizes, W=ck.shape[1], **args)
-    else:
-        windows = dict(
-            ck=strided(ck), W=ck.shape[1], scale_log2=config.scale_of(q.shape[-1]) * launch.LOG2_E,
-            cap=launch.cap(config.soft_cap),
+    if config.importance == "probs":
+        launcher(nsa_topk_softmax_mass, ranking.grid)(
+            ck=strided(ck), lse=lse, scale_log2=config.scale_of(q.shape[-1]) * launch.LOG2_E,
+            cap=launch.cap(config.soft_cap), **args,
         )  # fmt: skip
-        if lse is None and lse_plan is not None:
-            lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-            launcher(nsa_topk_lse, lse_plan.grid)(
-                **queries, **windows, **memory_arguments(ck, mem_k), lse=lse, **lse_plan.args
-            )
-            lse = lse if sinks is None else torch.logaddexp(lse, sinks)
-        launcher(nsa_topk_softmax_mass, ranking.grid)(lse=lse, **windows, **args)
-
-
-def memory_arguments(ck: Tensor, mem_k: Tensor | None) -> dict[str, Any]:
-    """Arguments of the memory [K m D]; ck stands in for a missing one."""
-    if mem_k is None:
-        return dict(mem_k=Strided(ck, 0, 0, 0), MEMORY=0)
-    mem_k = mem_k if mem_k.stride(-1) == 1 else mem_k.contiguous()
-    return dict(mem_k=Strided(mem_k, 0, mem_k.stride(1), mem_k.stride(0)), MEMORY=mem_k.shape[1])
+        return
+    F, sets = conversion.args["F"], conversion.grid[2]
+    rows = sets, B, K, conversion.args["C"]
+    keys = ck.new_empty(*rows, F.HALVES, F.BLOCK_D, dtype=torch.float16)
+    sizes = ck.new_empty(rows, dtype=torch.float32)
+    launcher(nsa_topk_block_keys, conversion.grid)(
+        strided(ck), keys, sizes, documents if F.DOCUMENTS else None,
+        T=documents.first.shape[1] if F.DOCUMENTS else 0, W=W, K=K, **conversion.args,
+    )  # fmt: skip
+    launcher(nsa_topk_logits, ranking.grid)(keys=keys, sizes=sizes, **args)

@@ -10,103 +10,18 @@ its stride, to the scores of blocks before c.
 import triton
 import triton.language as tl
 
-from ..common.primitives import (
-    document_interval,
-    grid_position,
-    large,
-    leaders,
-    load_rows,
-    soft_capped,
-    visible_windows,
-)
-from .logits import candidate_ranges, first_window
+from ..common.primitives import grid_position, large, leaders, load_rows, soft_capped
 from .topn import (
     LENGTHS,
     NO_SCORE,
-    chunk_blocks,
+    candidate_ranges,
     finish,
+    first_window,
     fold,
+    permute_blocks,
     start,
     write_block_indices,
 )
-
-
-@triton.jit
-def sum_step(x, m, l):
-    """Fold logits x [M, N] into the running maximum and sum of a softmax, [M] each."""
-    m_new = tl.maximum(m, tl.max(x, 1))
-    m_safe = tl.where(m_new == NO_SCORE, 0.0, m_new)
-    return m_new, l * tl.exp2(m - m_safe) + tl.sum(tl.exp2(x - m_safe[:, None]), 1)
-
-
-@triton.jit
-def log_sum_exp(
-    q_tile, ck, mem_k, b, h, lo, hi, real, W, MEMORY, scale_log2, cap, F: tl.constexpr
-):  # fmt: skip
-    """Log-sum-exp [M], units of log2, over all memory slots and each row's windows lo .. hi - 1."""
-    k_base = b * ck.b + h * ck.h
-    # all rows see the windows `latest` .. `fewest` - 1
-    fewest, latest = tl.min(tl.where(real, hi, W), 0), tl.max(tl.where(real, lo, 0), 0)
-    m = tl.full([q_tile.shape[0]], NO_SCORE, tl.float32)
-    l = tl.zeros([q_tile.shape[0]], tl.float32)
-    for n0 in range(0, MEMORY, F.BLOCK_N):
-        n = n0 + tl.arange(0, F.BLOCK_N)
-        k_tile = load_rows(
-            mem_k.ptr, h * mem_k.h + n.to(tl.int64) * mem_k.n, F.D, F.BLOCK_D, n < MEMORY
-        )
-        x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
-        if F.CAP:
-            x = soft_capped(x, cap)
-        m, l = sum_step(tl.where((n < MEMORY)[None], x, NO_SCORE), m, l)
-    for n0 in range(tl.min(lo, 0) // F.BLOCK_N * F.BLOCK_N, tl.max(hi, 0), F.BLOCK_N):
-        n = n0 + tl.arange(0, F.BLOCK_N)
-        k_tile = load_rows(ck.ptr, k_base + n.to(tl.int64) * ck.n, F.D, F.BLOCK_D, n < W)
-        x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
-        if F.CAP:
-            x = soft_capped(x, cap)
-        if W > 0:  # always true: see best_by_probs
-            if (n0 + F.BLOCK_N > fewest) | (n0 < latest):
-                x = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), x, NO_SCORE)
-            m, l = sum_step(x, m, l)
-    return m + tl.log2(l)
-
-
-@triton.jit
-def head_rows(tile, r, first_token, T, F: tl.constexpr):
-    """Position, token and query head of each row of a tile, and whether the row exists. Rows are
-    leaders of groups x the G query heads of ranking head r, padded to HEADS, a power of two."""
-    row = tl.arange(0, F.BLOCK_M)
-    index = tile * (F.BLOCK_M // F.HEADS) + row // F.HEADS
-    position, token, ranked = leaders(index, first_token, T, F.STRIDE)
-    g = row % F.HEADS
-    return position, token, r * F.G + g, ranked & (g < F.G)
-
-
-@triton.jit(do_not_specialize=[*LENGTHS, "MEMORY"])
-def nsa_topk_lse(
-    q, ck, mem_k, lse, starts, documents, first_token, T, W, RANKS, MEMORY, scale_log2, cap,
-    F: tl.constexpr,
-):  # fmt: skip
-    """One program: the log-sum-exp of a tile of rows. Reads their queries, all memory slots and the
-    windows that they see."""
-    tile, line, tiles, _lines = grid_position(F.FLIPPED)
-    tile = tiles - 1 - tile
-    b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
-    if F.RAGGED:
-        first_token = tl.load(starts + b).to(tl.int32)
-    position, token, head, real = head_rows(tile, r, first_token, T, F)
-    q_rows = b * q.b + token.to(tl.int64) * q.n + head * q.h
-    q_tile = load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
-    lo, hi = visible_windows(position, W, F.d, F.CAUSAL)
-    if F.DOCUMENTS:
-        firsts, lasts = documents.first + b * T, documents.last + b * T
-        lo, hi = document_interval(lo, hi, token, T, firsts, lasts, F.d)
-    lse_log2 = log_sum_exp(
-        q_tile, ck, mem_k, b, r // F.RANKS_PER_KV, tl.where(real, lo, W), tl.where(real, hi, 0),
-        real, W, MEMORY, scale_log2, cap, F,
-    )  # fmt: skip
-    row = (b * T + token) * (RANKS * F.G) + head
-    tl.store(lse + row, lse_log2 * 0.6931471805599453, mask=real)
 
 
 @triton.jit
@@ -177,9 +92,9 @@ def block_sums(p, j, P: tl.constexpr, BACK: tl.constexpr, WINDOW: tl.constexpr, 
 
 
 @triton.jit
-def gather_columns(x, at):
-    """Columns `at` [N] of x [M, N]."""
-    return tl.gather(x, tl.broadcast_to(at[None], x.shape), 1)
+def gather_columns(x, n):
+    """Columns n [N] of x [M, N]."""
+    return tl.gather(x, tl.broadcast_to(n[None], x.shape), 1)
 
 
 @triton.jit
@@ -190,12 +105,12 @@ def complete_scores(sums, carried):
     CHUNK: tl.constexpr = sums[0].shape[1]
     n = tl.arange(0, CHUNK)
     score = sums[0]
-    new_kept = ()
+    new_carried = ()
     for g in tl.static_range(len(carried)):
         shifted = tl.where((n == CHUNK - 1)[None], carried[g], score)
-        new_kept += (score,)
+        new_carried += (score,)
         score = gather_columns(shifted, (n - 1) & (CHUNK - 1)) + sums[g + 1]
-    return score, new_kept
+    return score, new_carried
 
 
 @triton.jit
@@ -251,7 +166,7 @@ def best_by_probs(
                 step_sums = new_sums
             if j0 == F.PER_BLOCK - SLICE:
                 score, carried = complete_scores(step_sums, carried)
-                c = chunk_blocks(c0, CHUNK, COLUMNS)
+                c = permute_blocks(c0 + tl.arange(0, CHUNK), COLUMNS)
                 if COLUMNS > 1:
                     score = gather_columns(score, c - c0)
                 c -= BACK
@@ -282,8 +197,10 @@ def nsa_topk_softmax_mass(
     fewest, latest = tl.min(tl.where(ranked, hi, W), 0), tl.max(tl.where(ranked, lo, 0), 0)
     hi = tl.where(ranked, hi, 0)
 
-    # [M, D] and [M]
-    _, row_token, head, real = head_rows(tile, r, first_token, T, F)
+    # rows are leaders x the G query heads of ranking head r, padded to HEADS
+    row = tl.arange(0, F.BLOCK_M)
+    _, row_token, ranked = leaders(tile * GROUPS + row // F.HEADS, first_token, T, F.STRIDE)
+    head, real = r * F.G + row % F.HEADS, ranked & (row % F.HEADS < F.G)
     q_rows = b * q.b + row_token.to(tl.int64) * q.n + head * q.h
     q_tile = load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
     row = (b * T + row_token) * (RANKS * F.G) + head

@@ -12,6 +12,13 @@ to the earlier block. COLUMNS chooses one of two methods:
 import triton
 import triton.language as tl
 
+from ..common.primitives import (
+    candidates_end,
+    candidates_in_document,
+    document_interval,
+    visible_windows,
+)
+
 # one compiled kernel for all lengths and positions
 LENGTHS = ["T", "C", "W", "first_token"]
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
@@ -19,6 +26,26 @@ NO_SCORE = tl.constexpr(float("-inf"))
 # the order-preserving integer of -inf
 NO_ORDER = tl.constexpr(-0x7F800001)
 NO_KEY = tl.constexpr(-0x8000000000000000)
+
+
+@triton.jit
+def first_window(c, d: tl.constexpr, s: tl.constexpr):
+    """The first window that ends in block c or, for d > s, the window that covers block c."""
+    return c * (s // d) if s >= d else c // (d // s)
+
+
+@triton.jit
+def candidate_ranges(position, token, ranked, documents, b, T, C, W, F: tl.constexpr):
+    """Of leaders [M]: the blocks low .. end - 1 that they may rank, of C, none where not `ranked`;
+    the windows lo .. hi - 1 that they see, of W."""
+    low = tl.full(position.shape, F.INITIAL, tl.int32)
+    end = candidates_end(position, C, F.LOCAL, F.d, F.s, F.CAUSAL)
+    lo, hi = visible_windows(position, W, F.d, F.CAUSAL)
+    if F.DOCUMENTS:
+        firsts, lasts = documents.first + b * T, documents.last + b * T
+        low, end = candidates_in_document(end, token, T, firsts, lasts, F.s, F.INITIAL)
+        lo, hi = document_interval(lo, hi, token, T, firsts, lasts, F.d)
+    return tl.where(ranked, low, C), tl.where(ranked, end, 0), lo, hi
 
 
 @triton.jit
@@ -30,12 +57,6 @@ def permute_blocks(n, COLUMNS: tl.constexpr):
         # from one run to the next by 2531 / 4096 = 0.618 of COLUMNS
         n = n ^ (((n & -COLUMNS) * 2531 >> 12) & (COLUMNS - 1))
     return n
-
-
-@triton.jit
-def chunk_blocks(c0, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
-    """Blocks [N] of the chunk at c0, in the order of its columns."""
-    return permute_blocks(c0 + tl.arange(0, BLOCK_N), COLUMNS)
 
 
 @triton.jit
@@ -175,8 +196,9 @@ def write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, F: 
     if F.STRIDE > 1:
         leader_ranking = tl.full([indices.shape[1]], -1, tl.int32)
         if F.LEADERS:
-            at = leader_indices + (b * RANKS + r) * F.SLOTS + slot
-            leader_ranking = tl.load(at, mask=slot < F.SLOTS, other=-1)
+            leader_ranking = tl.load(
+                leader_indices + (b * RANKS + r) * F.SLOTS + slot, mask=slot < F.SLOTS, other=-1
+            )
         indices = tl.where((token < 0)[:, None], leader_ranking[None], indices)
     for j in range(F.STRIDE):
         t = token + j

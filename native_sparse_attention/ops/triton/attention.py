@@ -493,14 +493,21 @@ def plan_ranking(
             num_ranked = blocks.num_blocks(t.k.shape[1] if t.seq_len is None else t.seq_len, s)
     if not num_ranked:
         return block_indices.fill_(-1), None
+    from ...kernels.flash import flash
     from ...kernels.topk import selection
 
     leaders = None if t.leader_indices is None else t.leader_indices.contiguous()
+    q = t.q if t.cq is None else t.cq
 
     def rank(lse: Tensor | None) -> None:
+        if lse is None and config.importance == "probs":
+            lse = flash.forward(
+                q, t.ck, t.ck, kv_range("compressed", t, config), config.scale_of(q.shape[-1]),
+                memory(t._replace(mem_v=t.mem_k)), sinks=sinks,
+            )[1]  # fmt: skip
         selection.select_blocks(
-            t.q if t.cq is None else t.cq, t.ck, config, out=block_indices, num_ranked=num_ranked,
-            leaders=leaders, mem_k=t.mem_k, lse=lse, sinks=sinks, **positions(t),
+            q, t.ck, config, out=block_indices, num_ranked=num_ranked, leaders=leaders, lse=lse,
+            **positions(t),
         )  # fmt: skip
 
     return block_indices, rank

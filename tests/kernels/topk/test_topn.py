@@ -21,12 +21,12 @@ def rank_kernel(
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, M)[:, None]
-    found = topn.start(M, SLOTS_2, COLUMNS, DEPTH)
+    running = topn.start(M, SLOTS_2, COLUMNS, DEPTH)
     for c0 in range(0, C, CHUNK):
-        c = topn.chunk_blocks(c0, CHUNK, COLUMNS)
+        c = topn.permute_blocks(c0 + tl.arange(0, CHUNK), COLUMNS)
         s = tl.load(scores + row * C + c[None], mask=c[None] < C, other=float("-inf"))
-        found = topn.fold(found, s, c, COLUMNS)
-    ranking, lost = topn.finish(found, SLOTS, SLOTS_2, COLUMNS)
+        running = topn.fold(running, s, c, COLUMNS)
+    ranking, lost = topn.finish(running, SLOTS, SLOTS_2, COLUMNS)
     tl.store(out + row * SLOTS_2 + tl.arange(0, SLOTS_2)[None], ranking)
     tl.store(missed, lost)
 
