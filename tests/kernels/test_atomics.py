@@ -15,10 +15,10 @@ PERMITTED = {
     ("common/key_norms.py",
      "tl.atomic_max(norms + line, longest.to(tl.int32, bitcast=True), sem='relaxed')"):
         "a maximum, of integers that are bits of floats from 0 on, which lie in their order",
-    ("decode/split_kv.py", "tl.atomic_add(counter, 1, sem='acq_rel')"): ARRIVALS,
-    ("decode/split_kv.py", "tl.atomic_add(counter, 0, sem='relaxed')"): "reads such a count",
-    ("decode/split_kv.py", "tl.atomic_add(counter, 0, sem='acquire')"): "reads such a count",
-    ("decode/split_kv.py", "tl.atomic_add(reduce_started, 1, sem='relaxed')"): ARRIVALS,
+    ("decode/step.py", "tl.atomic_add(counter, 1, sem='acq_rel')"): ARRIVALS,
+    ("decode/persistent.py", "tl.atomic_add(counter, 0, sem='relaxed')"): "reads such a count",
+    ("decode/step.py", "tl.atomic_add(counter, 0, sem='acquire')"): "reads such a count",
+    ("decode/step.py", "tl.atomic_add(reduce_started, 1, sem='relaxed')"): ARRIVALS,
 }  # fmt: skip
 
 

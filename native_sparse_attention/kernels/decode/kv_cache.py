@@ -17,7 +17,7 @@ from ..common import launch
 from ..common.launch import cdiv, head_strided, next_power_of_2, padded
 from ..common.precompile import launcher
 from ..common.primitives import grid_position, load_rows, store_rows
-from .call import cache_arguments
+from .step import cache_arguments
 
 
 @triton.jit

@@ -9,18 +9,15 @@ One launch runs all stages of a decode step. Each program runs one stage, chosen
     block_split             attention of the window or the selected branch over one split of blocks
     reduce_and_combine      reduction of the partial results, weighted by the gates
 
-A program that needs the output of another stage loads its other inputs first. Then it waits at a
-grid barrier of its sequence and KV head until all programs of that stage have arrived.
-
-The queries of sequence b are at positions `lengths[b]` .. `lengths[b] + T - 1`. Their keys and
-values are in the cache already. The host reads no length, so a CUDA graph can capture the launch.
+A program that needs the output of another stage loads its other inputs first. Then it waits at
+`ready`, a grid barrier of its sequence and KV head, until all `producers` of that stage have
+arrived.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from dataclasses import replace
 
 import torch
 import triton
@@ -32,60 +29,484 @@ from ...ops.call import DecodeInputs
 from ..common import launch
 from ..common.launch import cdiv, next_power_of_2
 from ..common.precompile import launcher
-from ..common.tile_configs import MAX_COLUMN_N, TileConfig, TopkTileConfig
+from ..common.primitives import candidates_end, load_rows, soft_capped, softmax_step
+from ..common.tile_configs import MAX_COLUMN_N
+from ..topk.topn import (
+    NO_BLOCK,
+    NO_KEY,
+    NO_ORDER,
+    NO_SCORE,
+    finish,
+    fold,
+    ordered_bits,
+    permute_blocks,
+    start,
+)
 from . import read_all
-from .call import (
+from .kv_cache import cache_offsets, load_page, slot_offsets
+from .step import (
+    COUNTERS,
+    NEVER,
+    SETTINGS,
+    TENSORS,
     Plan,
     Shape,
-    Tensors,
-    compile_time,
-    has_wide_offsets,
-    readable,
-    shape_of,
-    tensors_of,
-    window_blocks,
-)
-from .split_kv import (
-    SCORES_NONE,
-    SCORES_PER_HEAD,
-    SCORES_SUM,
     arrive,
-    block_split,
-    compressed_split,
-    first_phase,
+    block_scores,
+    block_sort_keys,
     load_gates,
     reduce_partials,
+    settings_of,
+    shape_of,
+    store_partial,
+    tensor_arguments,
     wait,
 )
-from .topn import rank_blocks, rank_blocks_split, window_probabilities
 
 # counters of a sequence and KV head: programs that have finished a stage, and reduce programs that
 # have passed their waits
-(SCORES_DONE, COMPRESSED_DONE, PROBS_DONE, RANKING_DONE, BLOCKS_DONE, REDUCE_STARTED) = (
-    tl.constexpr(i) for i in range(6)
+SCORES_DONE, PROBS_DONE, RANKING_DONE, BLOCKS_DONE, REDUCE_STARTED = (
+    tl.constexpr(i) for i in range(5)
 )
-
+# the scores of a window that `compressed_split` stores: none, the sum of the logits over the query
+# heads of a KV head, or one logit per query head
+SCORES_NONE, SCORES_SUM, SCORES_PER_HEAD = (tl.constexpr(i) for i in range(3))
 
 # numbers of a step: tensor sizes, and splits of the stages. The windows have CMP_SPLITS splits for
 # each of TILES query tiles, of which CMP_PARTIALS give partial results; their probabilities have
 # PROB_SPLITS. The sliding window has WINDOW_SPLITS splits of WINDOW_SPLIT_BLOCKS blocks, the
 # selected branch SELECTED_SPLITS of SELECTED_SPLIT_BLOCKS. RANK_PROGRAMS rank a token's blocks
-Step = namedtuple(
-    "Step",
-    "B T W MEMORY PAGES TILES CMP_SPLITS CMP_PARTIALS PROB_SPLITS WINDOW_SPLITS "
-    "WINDOW_SPLIT_BLOCKS SELECTED_SPLITS SELECTED_SPLIT_BLOCKS REDUCE_PROGRAMS RANK_PROGRAMS "
-    "SCORE_COLUMNS",
+NUMBERS = (
+    "B T W MEMORY TILES CMP_SPLITS CMP_PARTIALS PROB_SPLITS WINDOW_SPLITS WINDOW_SPLIT_BLOCKS "
+    "SELECTED_SPLITS SELECTED_SPLIT_BLOCKS REDUCE_PROGRAMS RANK_PROGRAMS SCORE_COLUMNS"
 )
+Call = namedtuple("Call", TENSORS + NUMBERS)
 # compile-time settings of this kernel. BLOCK_WINDOWS: with importance="max", the windows of a
 # block, whose largest score is stored; else 0
-Tiles = namedtuple(
-    "Tiles",
-    "PADDED_G BLOCK_M BLOCK_N BLOCK_G BLOCK_W BLOCK_KEYS STAGES BLOCK_STAGES PADDED_CMP_SPLITS "
-    "PADDED_SPLITS PADDED_SPLIT_BLOCKS REDUCE_ROWS REDUCE_COLUMNS RANK_CHUNKS RANK_N RANK_COLUMNS "
-    "RANK_DEPTH RANK_MERGE_N RANK_SPLIT_BLOCKS RANK_SPLIT_CHUNKS RANK_COMPARED PADDED_TOPN "
-    "SELECTED_BLOCKS TAIL_SIZE SCORE_MODE BLOCK_WINDOWS FUSE_LOCAL SEPARATE_WINDOW WARMUP "
-    "SIGNAL_EARLY PRELOADED_PAGES ONE_SOFTMAX",
+Settings = namedtuple(
+    "Settings",
+    SETTINGS + "PADDED_G BLOCK_M BLOCK_N BLOCK_G BLOCK_W BLOCK_KEYS STAGES BLOCK_STAGES "
+    "PADDED_CMP_SPLITS PADDED_SPLITS PADDED_SPLIT_BLOCKS REDUCE_ROWS REDUCE_COLUMNS RANK_CHUNKS "
+    "RANK_N RANK_COLUMNS RANK_DEPTH RANK_MERGE_N RANK_SPLIT_BLOCKS RANK_SPLIT_CHUNKS RANK_COMPARED "
+    "PADDED_TOPN SELECTED_BLOCKS TAIL_SIZE SCORE_MODE BLOCK_WINDOWS FUSE_LOCAL SEPARATE_WINDOW "
+    "WARMUP ONE_SOFTMAX",
 )
+
+
+@triton.jit
+def first_phase(counter, programs, WARMUP: tl.constexpr):
+    """The phase in which a program starts: 1 (wait, then work), or 0 to warm up first, with WARMUP
+    and if it would have to wait now. Phase 0 executes the code that follows the wait with all loads
+    and stores masked, which loads the instructions into the instruction cache."""
+    phase = 1
+    if WARMUP:
+        phase = (tl.atomic_add(counter, 0, sem="relaxed") >= programs).to(tl.int32)
+    return phase
+
+
+# windows
+
+
+@triton.jit
+def store_scores(scores, row, x, n0, n, num_windows, valid, BLOCK_WINDOWS: tl.constexpr):
+    """Write scores x [M, N] of windows n to rows of `scores`; with BLOCK_WINDOWS the largest of
+    each block."""
+    if BLOCK_WINDOWS > 0:
+        M: tl.constexpr = x.shape[0]
+        N: tl.constexpr = x.shape[1]
+        x = tl.where((n < num_windows)[None], x, NO_SCORE)
+        x = tl.max(tl.reshape(x, [M, N // BLOCK_WINDOWS, BLOCK_WINDOWS]), 2)
+        c = n0 // BLOCK_WINDOWS + tl.arange(0, N // BLOCK_WINDOWS)
+        is_block = c * BLOCK_WINDOWS < num_windows
+        tl.store(scores + row[:, None] + c[None], x, mask=valid[:, None] & is_block[None])
+    else:
+        mask = valid[:, None] & (n < num_windows)[None]
+        tl.store(scores + row[:, None] + n[None], x, mask=mask)
+
+
+@triton.jit
+def compressed_split(call, split, tile, b, h, F: tl.constexpr):
+    """Attention of the compressed branch over one split of the windows, for one sequence, KV head
+    and tile of BLOCK_M (token, query head) rows; split 0 also reads the memory. Writes the partial
+    result (not with ONE_SOFTMAX) and, by SCORE_MODE, the scores of the windows; with BLOCK_WINDOWS
+    the largest score of so many windows of a block."""
+    length = tl.load(call.cache.lengths + b).to(tl.int32)
+    TOKENS: tl.constexpr = F.BLOCK_M // F.PADDED_G
+    ATTEND: tl.constexpr = not F.ONE_SOFTMAX
+    row = tl.arange(0, F.BLOCK_M)
+    t, g = tile * TOKENS + row // F.PADDED_G, row % F.PADDED_G
+    valid = (t < call.T) & (g < F.G)
+    window_end = (length + t) // F.d
+    q_offsets = b * call.cq.b + t.to(tl.int64) * call.cq.n + (h * F.G + g) * call.cq.h
+    q_tile = load_rows(call.cq.ptr, q_offsets, F.D, F.BLOCK_D, valid)
+
+    m = tl.full([F.BLOCK_M], NO_SCORE, tl.float32)
+    l = tl.full([F.BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([F.BLOCK_M, F.BLOCK_E], 0.0, tl.float32)
+    if ATTEND and split == 0:
+        for n0 in range(0, call.MEMORY, F.BLOCK_N):
+            n = n0 + tl.arange(0, F.BLOCK_N)
+            k_offsets = h * call.mem_k.h + n.to(tl.int64) * call.mem_k.n
+            v_offsets = h * call.mem_v.h + n.to(tl.int64) * call.mem_v.n
+            k_tile = load_rows(call.mem_k.ptr, k_offsets, F.D, F.BLOCK_D, n < call.MEMORY)
+            v_tile = load_rows(call.mem_v.ptr, v_offsets, F.E, F.BLOCK_E, n < call.MEMORY)
+            x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * call.scale_log2
+            if F.CAP:
+                x = soft_capped(x, call.cap)
+            x = tl.where((n < call.MEMORY)[None], x, NO_SCORE)
+            acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
+
+    # windows past it may be unwritten
+    count = tl.load(call.cache.counts + b).to(tl.int32) if F.HAS_COUNTS else call.T
+    num_windows = tl.minimum((length + count - 1) // F.d, call.W)
+    split_size = tl.cdiv(tl.cdiv(num_windows, F.BLOCK_N), call.CMP_SPLITS) * F.BLOCK_N
+    end = tl.minimum((split + 1) * split_size, num_windows)
+    for n0 in tl.range(split * split_size, end, F.BLOCK_N, num_stages=F.STAGES):
+        n = n0 + tl.arange(0, F.BLOCK_N)
+        clamped = tl.minimum(n, num_windows - 1)
+        k_ptr = call.ck.ptr + h * call.ck.h
+        k_offsets = cache_offsets(clamped, b, call.ck.b, call.ck.n, call.cache, F.WINDOWS_PER_PAGE)
+        k_tile = load_rows(k_ptr, k_offsets, F.D, F.BLOCK_D, n < num_windows)
+        if ATTEND:
+            v_ptr = call.cv.ptr + h * call.cv.h
+            v_offsets = cache_offsets(
+                clamped, b, call.cv.b, call.cv.n, call.cache, F.WINDOWS_PER_PAGE
+            )
+            v_tile = load_rows(v_ptr, v_offsets, F.E, F.BLOCK_E, n < num_windows)
+        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * call.scale_log2
+        x = logits
+        if F.CAP:
+            x = soft_capped(x, call.cap)
+        if F.SCORE_MODE == SCORES_SUM:
+            head_sum = tl.sum(tl.reshape(logits, [TOKENS, F.PADDED_G, F.BLOCK_N]), 1)
+            token = tile * TOKENS + tl.arange(0, TOKENS)
+            score_row = ((b * call.T + token) * call.heads.K + h) * call.SCORE_COLUMNS
+            store_scores(
+                call.work.scores, score_row, head_sum, n0, n, num_windows, token < call.T,
+                F.BLOCK_WINDOWS,
+            )  # fmt: skip
+        elif F.SCORE_MODE == SCORES_PER_HEAD:
+            score_row = ((b * call.T + t) * (call.heads.K * F.G) + h * F.G + g) * call.SCORE_COLUMNS
+            score = x if F.PROBS else logits
+            store_scores(
+                call.work.scores, score_row, score, n0, n, num_windows, valid, F.BLOCK_WINDOWS
+            )
+        if ATTEND:
+            x = tl.where(n[None] < window_end[:, None], x, NO_SCORE)
+            acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
+
+    if ATTEND:
+        out_row = ((split * call.B + b) * call.T + t) * (call.heads.K * F.G) + h * F.G + g
+        store_partial(call, out_row, acc, m, l, valid, F)
+
+
+@triton.jit
+def window_probabilities(call, ready, producers, split, b, r, t, F: tl.constexpr):
+    """Softmax probabilities of one split of the windows for token t and ranking head r: the sum
+    over the heads that share the ranking. Reads their logits and the lse of partial results."""
+    GROUP: tl.constexpr = F.G // F.RANKS_PER_KV
+    window_end = tl.minimum((tl.load(call.cache.lengths + b).to(tl.int32) + t) // F.d, call.W)
+    if F.HAS_COUNTS:
+        window_end = tl.where(t < tl.load(call.cache.counts + b), window_end, 0)
+    token = (b * call.T + t) * call.heads.RANKS + r
+    g = tl.arange(0, F.PADDED_G // F.RANKS_PER_KV)
+    row, valid = token * GROUP + g, g < GROUP
+    cmp_split = tl.arange(0, F.PADDED_CMP_SPLITS)
+    wait(ready, producers)
+    mask = (cmp_split < call.CMP_SPLITS)[:, None] & valid[None]
+    split_stride = call.B * call.T * call.heads.H
+    lse_ptr = call.work.partial_lse + cmp_split[:, None] * split_stride + row[None]
+    split_lse = tl.load(lse_ptr, mask=mask, other=NO_SCORE)
+    m = tl.max(split_lse, 0)
+    if F.SINKS:
+        sink = tl.load(call.sinks + r * GROUP + g, mask=valid, other=0.0) * 1.4426950408889634
+        m = tl.maximum(m, sink)
+    m = tl.where(m == NO_SCORE, 0.0, m)
+    denominator = tl.sum(tl.exp2(split_lse - m[None]), 0)
+    if F.SINKS:
+        denominator += tl.exp2(sink - m)
+    lse = m + tl.log2(denominator)
+    split_size = tl.cdiv(tl.cdiv(window_end, F.BLOCK_W), call.PROB_SPLITS) * F.BLOCK_W
+    first, end = split * split_size, tl.minimum((split + 1) * split_size, window_end)
+    for n0 in range(first, end, F.BLOCK_W):
+        n = n0 + tl.arange(0, F.BLOCK_W)
+        visible = valid[:, None] & (n < window_end)[None]
+        logits = tl.load(
+            call.work.scores + row[:, None] * call.W + n[None], mask=visible, other=NO_SCORE
+        )
+        p = tl.where(visible, tl.exp2(logits - lse[:, None]), 0.0)
+        tl.store(call.work.importances + token * call.W + n, tl.sum(p, 0), mask=n < window_end)
+
+
+# ranking
+
+
+@triton.jit
+def merge_by_warps(candidates, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr):
+    """`topn.merge_columns` of one row: the TOPN best blocks [1, PADDED_TOPN], and whether a column
+    may have dropped one of them.
+
+    Each warp merges its 32 sorted columns into one of TOPN blocks. The position of a block in the
+    result is the number of better blocks in the columns of all warps."""
+    scores, blocks, lost = candidates
+    DEPTH: tl.constexpr = len(scores)
+    WARPS: tl.constexpr = lost.shape[1] // 32
+    score_order = ()
+    block_ids = ()
+    for depth in tl.static_range(DEPTH):
+        score_order += (tl.reshape(ordered_bits(scores[depth]), [WARPS, 32]),)
+        block_ids += (tl.reshape(blocks[depth], [WARPS, 32]),)
+    slot = tl.arange(0, PADDED_TOPN)
+    warp_order = tl.full([WARPS, PADDED_TOPN], NO_ORDER, tl.int32)
+    warp_block = tl.full([WARPS, PADDED_TOPN], NO_BLOCK, tl.int32)
+    for j in range(TOPN):
+        best_order = tl.max(score_order[0], 1)
+        c = tl.min(tl.where(score_order[0] == best_order[:, None], block_ids[0], NO_BLOCK), 1)
+        warp_order = tl.where(slot[None] == j, best_order[:, None], warp_order)
+        warp_block = tl.where(slot[None] == j, c[:, None], warp_block)
+        is_taken = block_ids[0] == c[:, None]
+        new_orders = ()
+        new_block_ids = ()
+        for depth in tl.static_range(1, DEPTH):
+            new_orders += (tl.where(is_taken, score_order[depth], score_order[depth - 1]),)
+            new_block_ids += (tl.where(is_taken, block_ids[depth], block_ids[depth - 1]),)
+        new_orders += (tl.where(is_taken, NO_ORDER, score_order[DEPTH - 1]),)
+        new_block_ids += (tl.where(is_taken, NO_BLOCK, block_ids[DEPTH - 1]),)
+        score_order, block_ids = new_orders, new_block_ids
+    order = tl.reshape(warp_order, [WARPS * PADDED_TOPN])
+    warp_block = tl.reshape(warp_block, [WARPS * PADDED_TOPN])
+    better = order[None] > order[:, None]
+    better |= (order[None] == order[:, None]) & (warp_block[None] < warp_block[:, None])
+    position = tl.sum(better.to(tl.int32), 1)
+    is_position = (position[None] == slot[:, None]) & (warp_block[None] != NO_BLOCK)
+    ranking = tl.min(tl.where(is_position, warp_block[None], NO_BLOCK), 1)
+    # the n-th best; a column that dropped a block at least as good may have dropped a top-n block
+    nth = tl.max(tl.where(position == TOPN - 1, order, NO_ORDER), 0)
+    nth = tl.where(tl.sum((warp_block != NO_BLOCK).to(tl.int32), 0) >= TOPN, nth, NO_ORDER)
+    missed = (ordered_bits(lost) >= nth) & (lost > NO_SCORE)
+    return ranking[None], tl.max(tl.max(missed.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def best_blocks(
+    scores, end, window_end, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """The top-n [1, PADDED_TOPN] of blocks INITIAL .. end - 1, and whether it must be redone. The
+    scores of CHUNKS chunks are loaded before the first chunk is merged."""
+    candidates = start(1, F.PADDED_TOPN, COLUMNS, DEPTH)
+    for c0 in range(F.INITIAL // (CHUNKS * BLOCK_N) * (CHUNKS * BLOCK_N), end, CHUNKS * BLOCK_N):
+        tiles = ()
+        for i in tl.static_range(CHUNKS):
+            c = permute_blocks(c0 + i * BLOCK_N + tl.arange(0, BLOCK_N), COLUMNS)
+            is_candidate = (c >= F.INITIAL) & (c < end)
+            clamped = tl.where(is_candidate, c, F.INITIAL)
+            score = block_scores(scores, clamped, window_end, F)
+            tiles += (tl.where(is_candidate, score, NO_SCORE)[None],)
+        for i in tl.static_range(CHUNKS):
+            c = permute_blocks(c0 + i * BLOCK_N + tl.arange(0, BLOCK_N), COLUMNS)
+            candidates = fold(candidates, tiles[i], c, COLUMNS)
+    if COLUMNS > 0:
+        ranking, missed = merge_by_warps(candidates, F.TOPN, F.PADDED_TOPN)
+    else:
+        ranking, missed = finish(candidates, F.TOPN, F.PADDED_TOPN, COLUMNS)
+    return ranking, missed
+
+
+@triton.jit
+def write_block_indices(ranking, call, row, tail_slot, tail_topn, F: tl.constexpr):
+    """Write a ranking [PADDED_TOPN] to `block_indices`, and `tail_topn` blocks of it to a tail."""
+    slot = tl.arange(0, ranking.shape[0])
+    tl.store(call.work.block_indices + row * F.TOPN + slot, ranking, mask=slot < F.TOPN)
+    if F.TAIL_SIZE > 0:
+        tl.store(call.work.ranking_tail + tail_slot * F.TOPN + slot, ranking, mask=slot < tail_topn)
+
+
+@triton.jit
+def rank_blocks(scores, call, ready, producers, b, r, t, F: tl.constexpr):
+    """Rank the blocks of token t for ranking head r. If the token leads its group, the program
+    writes the top-n blocks for all tokens of the group to `block_indices` and the ranking tail. If
+    the leader precedes the new tokens, it copies the leader's ranking from the tail."""
+    MODULO: tl.constexpr = F.TAIL_SIZE if F.TAIL_SIZE > 0 else 1
+    length = tl.load(call.cache.lengths + b).to(tl.int32)
+    count = tl.load(call.cache.counts + b).to(tl.int32) if F.HAS_COUNTS else call.T
+    position = length + t
+    tail_row = (b * call.heads.RANKS + r) * F.TAIL_SIZE
+    row = (b * call.T + t) * call.heads.RANKS + r
+    leader = position // F.STRIDE * F.STRIDE
+    if (leader == position) & (t < count):
+        window_end = tl.minimum(position // F.PITCH, call.SCORE_COLUMNS)
+        end = candidates_end(position, NEVER, F.RANKED_LOCAL, F.PITCH, F.s, True)
+        token_scores = scores + row * call.SCORE_COLUMNS
+        for phase in range(first_phase(ready, producers, F.WARMUP), 2):
+            if phase == 1:
+                wait(ready, producers)
+            ranking, missed = best_blocks(
+                token_scores, tl.where(phase == 1, end, tl.minimum(end, F.INITIAL + 1)), window_end,
+                F.RANK_CHUNKS, F.RANK_N, F.RANK_COLUMNS, F.RANK_DEPTH, F,
+            )  # fmt: skip
+            if F.RANK_DEPTH < F.TOPN and F.RANK_COLUMNS > 0:  # noqa: SIM102
+                if missed > 0:
+                    ranking, missed = best_blocks(
+                        token_scores, end, window_end, 1, F.RANK_MERGE_N, 0, 0, F
+                    )
+            ranking = tl.reshape(tl.where(ranking == NO_BLOCK, -1, ranking), [F.PADDED_TOPN])
+            for j in range(F.STRIDE):
+                if (t + j < call.T) & (phase == 1):
+                    out_row = row + j * call.heads.RANKS
+                    tail_slot = tail_row + (position + j) % MODULO
+                    tail_topn = tl.where(t + j < count, F.TOPN, 0)
+                    write_block_indices(ranking, call, out_row, tail_slot, tail_topn, F)
+    elif (leader < length) & (t < count):
+        slot = tl.arange(0, F.PADDED_TOPN)
+        leader_ptr = call.work.ranking_tail + (tail_row + (length - 1) % MODULO) * F.TOPN + slot
+        ranking = tl.load(leader_ptr, mask=slot < F.TOPN, other=-1)
+        tail_slot = tail_row + position % MODULO
+        write_block_indices(ranking, call, row, tail_slot, F.TOPN, F)
+
+
+@triton.jit
+def rank_blocks_split(scores, call, ready, producers, split, b, r, t, F: tl.constexpr):
+    """Rank RANK_SPLIT_BLOCKS blocks against all blocks, for token t and ranking head r. The number
+    of better blocks is a block's position in the ranking; those below n are written."""
+    CHUNKS: tl.constexpr = F.RANK_SPLIT_CHUNKS
+    COMPARED: tl.constexpr = F.RANK_COMPARED
+    length = tl.load(call.cache.lengths + b).to(tl.int32)
+    count = tl.load(call.cache.counts + b).to(tl.int32) if F.HAS_COUNTS else call.T
+    row, position = (b * call.T + t) * call.heads.RANKS + r, length + t
+    if t < count:
+        window_end = tl.minimum(position // F.PITCH, call.SCORE_COLUMNS)
+        token_scores = scores + row * call.SCORE_COLUMNS
+        all_end = candidates_end(position, NEVER, F.RANKED_LOCAL, F.PITCH, F.s, True)
+        c = split * F.RANK_SPLIT_BLOCKS + tl.arange(0, F.RANK_SPLIT_BLOCKS)
+        slot = tl.arange(0, F.PADDED_TOPN)
+        for phase in range(first_phase(ready, producers, F.WARMUP), 2):
+            if phase == 1:
+                wait(ready, producers)
+            end = tl.where(phase == 1, all_end, 0)
+            split_keys, rounds = tl.full([F.RANK_SPLIT_BLOCKS], NO_KEY, tl.int64), 1
+            # a loop of one iteration: the compiler computes the result of a `while` once, and not
+            # again for each layout in which it is used
+            while rounds > 0:
+                split_keys = block_sort_keys(token_scores, c, end, window_end, F)
+                rounds -= 1
+            better = tl.full([F.RANK_SPLIT_BLOCKS], 0, tl.int32)
+            for c0 in range(0, tl.maximum(end, 1), CHUNKS * COMPARED):
+                chunks = ()
+                for i in tl.static_range(CHUNKS):
+                    peers = c0 + i * COMPARED + tl.arange(0, COMPARED)
+                    chunks += (block_sort_keys(token_scores, peers, end, window_end, F),)
+                for i in tl.static_range(CHUNKS):
+                    better += tl.sum((chunks[i][:, None] > split_keys[None]).to(tl.int32), 0)
+            is_best = (c >= F.INITIAL) & (c < end) & (better < F.TOPN)
+            tl.store(call.work.block_indices + row * F.TOPN + better, c, mask=is_best)
+            if split == 0:
+                is_empty = (slot >= end - F.INITIAL) & (slot < F.TOPN) & (phase == 1)
+                tl.store(call.work.block_indices + row * F.TOPN + slot, -1, mask=is_empty)
+
+
+# KV blocks
+
+
+@triton.jit
+def block_split(call, ready, producers, split, b, r, t, F: tl.constexpr):
+    """Attention of the window or of the selected branch over one split of the KV blocks, for token
+    t and the GROUP query heads of ranking head r; BLOCK_KEYS keys at a time.
+
+    The first WINDOW_SPLITS splits cover the blocks that overlap the window, WINDOW_SPLIT_BLOCKS
+    each. The others cover the SELECTED_BLOCKS blocks of the selected branch, SELECTED_SPLIT_BLOCKS
+    each: TOPN ranked blocks, then the initial and the local ones; they wait for the ranking.
+
+    With FUSE_LOCAL both branches have the same keys and the window covers the local blocks. The
+    last window split then covers the local blocks and counts for both branches."""
+    GROUP: tl.constexpr = F.G // F.RANKS_PER_KV
+    h = r // F.RANKS_PER_KV
+    is_window = split < call.WINDOW_SPLITS
+    split_blocks = tl.where(is_window, call.WINDOW_SPLIT_BLOCKS, call.SELECTED_SPLIT_BLOCKS)
+    first_index = tl.where(is_window, split, split - call.WINDOW_SPLITS) * split_blocks
+    # tokens past `counts` have no keys: use the position of the last real token
+    last = tl.minimum(t, tl.load(call.cache.counts + b) - 1) if F.HAS_COUNTS else t
+    last = (last + tl.load(call.cache.lengths + b)).to(tl.int32)
+    own_block, window_start = last // F.s, tl.maximum(last - F.w, 0)
+    first_window_block, window_block_end = window_start // F.s + first_index, own_block + 1
+    first_token = tl.where(is_window, window_start, 0)
+    if F.FUSE_LOCAL:
+        is_local = split == call.WINDOW_SPLITS - 1
+        first_local_block = tl.maximum(own_block - F.LOCAL + 1, 0)
+        first_window_block = tl.where(is_local, first_local_block, first_window_block)
+        window_block_end = tl.where(is_local, own_block + 1, own_block - F.LOCAL + 1)
+    row = tl.arange(0, F.BLOCK_G)
+    head, valid = r * GROUP + row, row < GROUP
+    q_offsets = b * call.q.b + t.to(tl.int64) * call.q.n + head * call.q.h
+    q_tile = load_rows(call.q.ptr, q_offsets, F.D, F.BLOCK_D, valid)
+    k, v = call.k, call.v
+    if F.SEPARATE_WINDOW:  # noqa: SIM102
+        if is_window:
+            k, v = call.window_k, call.window_v
+    i = tl.arange(0, F.PADDED_SPLIT_BLOCKS)
+    # index among the selected blocks: TOPN ranked ones, INITIAL, LOCAL
+    index = first_index + i
+    forced = index - F.TOPN
+    is_initial = (forced >= 0) & (forced < F.INITIAL) & (forced <= own_block - F.LOCAL)
+    window_block = first_window_block + i
+    BLOCKS_PER_TILE: tl.constexpr = F.BLOCK_KEYS // F.BLOCK_S
+    tile_block = tl.arange(0, F.BLOCK_KEYS) // F.BLOCK_S
+    key_slot = tl.arange(0, F.BLOCK_KEYS) % F.BLOCK_S
+    out_row = (((call.CMP_PARTIALS + split) * call.B + b) * call.T + t) * (
+        call.heads.RANKS * GROUP
+    ) + head
+    start = 1
+    if F.TOPN > 0:  # noqa: SIM102
+        if not is_window:
+            start = first_phase(ready, producers, F.WARMUP)
+    # Triton before 3.6 loses the range of a bound that is set in a branch: repeat it by `minimum`
+    for phase in range(tl.minimum(start, 1), 2):
+        block = i * 0 - 1
+        if F.TOPN > 0:  # noqa: SIM102
+            if not is_window:
+                if phase == 1:
+                    wait(ready, producers)
+                index_row = (b * call.T + t) * call.heads.RANKS + r
+                index_ptr = call.work.block_indices + index_row * F.TOPN + index
+                is_ranked = (i < split_blocks) & (index < F.TOPN) & (phase == 1)
+                block = tl.load(index_ptr, mask=is_ranked, other=-1)
+        block = tl.where(is_initial, forced, block)
+        is_last = (forced >= F.INITIAL) & (index < F.SELECTED_BLOCKS)
+        block = tl.where(is_last, own_block - (forced - F.INITIAL), block)
+        is_window_block = window_block < window_block_end
+        block = tl.where(is_window, tl.where(is_window_block, window_block, -1), block)
+        split_block = tl.where((i < split_blocks) & (phase == 1), block, -1)
+        # a block lies in one page
+        clamped_block = tl.maximum(tl.minimum(split_block, own_block), 0)
+        block_pages = load_page(clamped_block * F.s, b, call.cache, F.PAGE_SIZE)
+
+        m = tl.full([F.BLOCK_G], NO_SCORE, tl.float32)
+        l_sum = tl.full([F.BLOCK_G], 0.0, tl.float32)
+        acc = tl.full([F.BLOCK_G, F.BLOCK_E], 0.0, tl.float32)
+        num_blocks = tl.where(phase == 1, split_blocks, BLOCKS_PER_TILE)
+        for i0 in tl.range(0, num_blocks, BLOCKS_PER_TILE, num_stages=F.BLOCK_STAGES):
+            is_block = i[None] == (i0 + tile_block)[:, None]
+            token = tl.max(tl.where(is_block, split_block[None], -1), 1) * F.s + key_slot
+            visible = (
+                (key_slot < F.s) & (token >= first_token) & (token <= last)
+            )  # never of block -1
+            clamped, page = tl.minimum(tl.maximum(token, 0), tl.maximum(last, 0)), b
+            if F.PAGE_SIZE > 0:
+                page = tl.max(tl.where(is_block, block_pages[None], 0), 1)
+            k_offsets = slot_offsets(clamped, page, k.b, k.n, F.PAGE_SIZE)
+            v_offsets = slot_offsets(clamped, page, v.b, v.n, F.PAGE_SIZE)
+            k_tile = load_rows(k.ptr + h * k.h, k_offsets, F.D, F.BLOCK_D, visible)
+            v_tile = load_rows(v.ptr + h * v.h, v_offsets, F.E, F.BLOCK_E, visible)
+            x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * call.scale_log2
+            if F.CAP:
+                x = soft_capped(x, call.cap)
+            x = tl.where(visible[None], x, NO_SCORE)
+            acc, m, l_sum = softmax_step(x, v_tile, acc, m, l_sum, "ieee")
+        out_mask = valid & (phase == 1)
+        store_partial(call, out_row, acc, m, l_sum, out_mask, F)
+
+
+# the kernel
 
 
 @triton.jit
@@ -102,67 +523,56 @@ def token_index(token, T, RANKS):
 
 @triton.jit
 def reduce_and_combine(
-    call, ready, producers, compressed_done, compressed_programs, reduce_started, reduce_tile, b, h,
-    step, S: tl.constexpr, P: tl.constexpr,
+    call, ready, producers, reduce_started, reduce_tile, b, h, F: tl.constexpr,
 ):  # fmt: skip
     """Reduce the partial results: `out = g_cmp cmp + g_sel sel + g_win win`, or `out = sel` with
     ONE_SOFTMAX.
 
     A program owns REDUCE_ROWS (token, query head) rows of one sequence and KV head, and
-    REDUCE_COLUMNS features of them. It waits until the `producers` programs of `block_split` have
-    arrived at `ready`, and with SIGNAL_EARLY until the programs of `compressed_split` have arrived
-    at `compressed_done`. It reads the partial results of all splits and writes `out`; zeros for
-    tokens past `counts`. With FUSE_LOCAL the last window split counts for the selected branch too.
-    Returns how many programs had passed their waits before."""
-    COLUMN_TILES: tl.constexpr = (S.E + P.REDUCE_COLUMNS - 1) // P.REDUCE_COLUMNS
-    i = reduce_tile // COLUMN_TILES * P.REDUCE_ROWS + tl.arange(0, P.REDUCE_ROWS)[:, None]
-    e = tl.arange(0, P.REDUCE_COLUMNS)
-    e += reduce_tile % COLUMN_TILES * P.REDUCE_COLUMNS
-    valid, t, head = i < step.T * S.G, tl.minimum(i // S.G, step.T - 1), h * S.G + i % S.G
-    row, split = (b * step.T + t) * call.heads.H + head, tl.arange(0, P.PADDED_SPLITS)
-    first_selected = step.CMP_PARTIALS + step.WINDOW_SPLITS
-    partial_row = split.to(tl.int64)[None] * step.B * step.T * call.heads.H + row
-    branch_gates = load_gates(call, b, t, head, valid, P.ONE_SOFTMAX)
-    is_cmp = split < step.CMP_PARTIALS
-    is_sel = split >= (first_selected - 1 if P.FUSE_LOCAL else first_selected)
-    is_win, started_before = (split >= step.CMP_PARTIALS) & (split < first_selected), 0
-    for phase in range(first_phase(ready, producers, P.WARMUP), 2):
+    REDUCE_COLUMNS features of them. With FUSE_LOCAL the last window split counts for the selected
+    branch too. Returns how many programs had passed their waits before."""
+    COLUMN_TILES: tl.constexpr = (F.E + F.REDUCE_COLUMNS - 1) // F.REDUCE_COLUMNS
+    i = reduce_tile // COLUMN_TILES * F.REDUCE_ROWS + tl.arange(0, F.REDUCE_ROWS)[:, None]
+    e = tl.arange(0, F.REDUCE_COLUMNS)
+    e += reduce_tile % COLUMN_TILES * F.REDUCE_COLUMNS
+    valid, t, head = i < call.T * F.G, tl.minimum(i // F.G, call.T - 1), h * F.G + i % F.G
+    row, split = (b * call.T + t) * call.heads.H + head, tl.arange(0, F.PADDED_SPLITS)
+    first_selected = call.CMP_PARTIALS + call.WINDOW_SPLITS
+    partial_row = split.to(tl.int64)[None] * call.B * call.T * call.heads.H + row
+    branch_gates = load_gates(call, b, t, head, valid, F.ONE_SOFTMAX)
+    is_cmp = split < call.CMP_PARTIALS
+    is_sel = split >= (first_selected - 1 if F.FUSE_LOCAL else first_selected)
+    is_win, started_before = (split >= call.CMP_PARTIALS) & (split < first_selected), 0
+    for phase in range(first_phase(ready, producers, F.WARMUP), 2):
         if phase == 1:
             wait(ready, producers)
-            if P.SIGNAL_EARLY:
-                wait(compressed_done, compressed_programs)
-        mask = valid & (split < first_selected + step.SELECTED_SPLITS)[None] & (phase == 1)
+        mask = valid & (split < first_selected + call.SELECTED_SPLITS)[None] & (phase == 1)
         started_before = reduce_partials(
             call, partial_row, mask, is_cmp, is_sel, is_win, branch_gates, row, b, t, head,
-            call.heads.H, e, valid, reduce_started, phase, S,
+            call.heads.H, e, valid, reduce_started, phase, F,
         )  # fmt: skip
     return started_before
 
 
-@triton.jit(do_not_specialize=list(Step._fields))
+@triton.jit(do_not_specialize=NUMBERS.split())
 def nsa_decode_persistent(
     cq, q, k, v, window_k, window_v, ck, cv, mem_k, mem_v, gates, sinks, cache, work, out, heads,
-    scale_log2, cap, B, T, W, MEMORY, PAGES, TILES, CMP_SPLITS, CMP_PARTIALS, PROB_SPLITS,
-    WINDOW_SPLITS, WINDOW_SPLIT_BLOCKS, SELECTED_SPLITS, SELECTED_SPLIT_BLOCKS, REDUCE_PROGRAMS,
-    RANK_PROGRAMS, SCORE_COLUMNS, S: tl.constexpr, P: tl.constexpr,
+    scale_log2, cap, B, T, W, MEMORY, TILES, CMP_SPLITS, CMP_PARTIALS, PROB_SPLITS, WINDOW_SPLITS,
+    WINDOW_SPLIT_BLOCKS, SELECTED_SPLITS, SELECTED_SPLIT_BLOCKS, REDUCE_PROGRAMS, RANK_PROGRAMS,
+    SCORE_COLUMNS, F: tl.constexpr,
 ):  # fmt: skip
     """One decode step: T new tokens of B sequences attend over a KV cache.
 
     A program owns one work tile of one stage, for a sequence and KV head or for a token and ranking
-    head; the stages' functions say what it reads and writes. Stages are in the order of program
-    ids, so a program waits only for programs with smaller ids. The last reduce program resets the
-    counters to zero."""
-    call = Tensors(
+    head. Stages are in the order of program ids, so a program waits only for programs with smaller
+    ids. The last reduce program resets the counters to zero."""
+    call = Call(
         cq, q, k, v, window_k, window_v, ck, cv, mem_k, mem_v, gates, sinks, cache, work, out,
-        heads, scale_log2, cap,
-    )  # fmt: skip
-    # numbers of a tuple are compiled in where they are 1: these are flat arguments
-    step = Step(
-        B, T, W, MEMORY, PAGES, TILES, CMP_SPLITS, CMP_PARTIALS, PROB_SPLITS, WINDOW_SPLITS,
-        WINDOW_SPLIT_BLOCKS, SELECTED_SPLITS, SELECTED_SPLIT_BLOCKS, REDUCE_PROGRAMS,
+        heads, scale_log2, cap, B, T, W, MEMORY, TILES, CMP_SPLITS, CMP_PARTIALS, PROB_SPLITS,
+        WINDOW_SPLITS, WINDOW_SPLIT_BLOCKS, SELECTED_SPLITS, SELECTED_SPLIT_BLOCKS, REDUCE_PROGRAMS,
         RANK_PROGRAMS, SCORE_COLUMNS,
     )  # fmt: skip
-    RANKS_PER_KV: tl.constexpr = S.RANKS_PER_KV
+    RANKS_PER_KV: tl.constexpr = F.RANKS_PER_KV
     K, RANKS, counters = call.heads.K, call.heads.RANKS, call.work.counters
     program = tl.program_id(0)
     compressed_end = B * K * TILES * CMP_SPLITS
@@ -173,20 +583,18 @@ def nsa_decode_persistent(
     if program < compressed_end:
         kv_index, tile = program // (TILES * CMP_SPLITS), program // CMP_SPLITS % TILES
         b, h = (kv_index // K).to(tl.int64), (kv_index % K).to(tl.int64)
-        own_counters = counters + kv_index * S.COUNTERS
-        compressed_split(
-            call, own_counters + SCORES_DONE, program % CMP_SPLITS, tile, b, h, step, S, P
-        )
-        arrive(own_counters + (COMPRESSED_DONE if P.SIGNAL_EARLY else SCORES_DONE))
+        barriers = counters + kv_index * COUNTERS
+        compressed_split(call, program % CMP_SPLITS, tile, b, h, F)
+        arrive(barriers + SCORES_DONE)
     elif program < probabilities_end:
-        if S.PROBS:
+        if F.PROBS:
             split, token = split_of(program - compressed_end, PROB_SPLITS)
             b, r, t = token_index(token, T, RANKS)
-            own_counters = counters + (b * K + r // RANKS_PER_KV) * S.COUNTERS
+            barriers = counters + (b * K + r // RANKS_PER_KV) * COUNTERS
             window_probabilities(
-                call, own_counters + SCORES_DONE, TILES * CMP_SPLITS, split, b, r, t, step, S, P
+                call, barriers + SCORES_DONE, TILES * CMP_SPLITS, split, b, r, t, F
             )
-            arrive(own_counters + PROBS_DONE)
+            arrive(barriers + PROBS_DONE)
     elif program < selected_splits_end:
         is_early = program < window_splits_end
         splits = tl.where(is_early, RANK_PROGRAMS + WINDOW_SPLITS, SELECTED_SPLITS)
@@ -195,45 +603,42 @@ def nsa_decode_persistent(
         # negative for programs that rank; window splits come before selected ones
         split = stage_split + tl.where(is_early, -RANK_PROGRAMS, WINDOW_SPLITS)
         b, r, t = token_index(token, T, RANKS)
-        own_counters = counters + (b * K + r // RANKS_PER_KV) * S.COUNTERS
-        if S.TOPN > 0:  # noqa: SIM102
+        barriers = counters + (b * K + r // RANKS_PER_KV) * COUNTERS
+        if F.TOPN > 0:  # noqa: SIM102
             if split < 0:
-                scores, ready = call.work.scores, own_counters + SCORES_DONE
+                scores, ready = call.work.scores, barriers + SCORES_DONE
                 producers = TILES * CMP_SPLITS
-                if S.PROBS:
-                    scores, ready = call.work.importances, own_counters + PROBS_DONE
+                if F.PROBS:
+                    scores, ready = call.work.importances, barriers + PROBS_DONE
                     producers = PROB_SPLITS * T * RANKS_PER_KV
-                if P.RANK_SPLIT_BLOCKS > 0:
-                    rank_blocks_split(
-                        scores, call, ready, producers, stage_split, b, r, t, step, S, P
-                    )
+                if F.RANK_SPLIT_BLOCKS > 0:
+                    rank_blocks_split(scores, call, ready, producers, stage_split, b, r, t, F)
                 else:
-                    rank_blocks(scores, call, ready, producers, b, r, t, step, S, P)
-                arrive(own_counters + RANKING_DONE)
+                    rank_blocks(scores, call, ready, producers, b, r, t, F)
+                arrive(barriers + RANKING_DONE)
         if split >= 0:
             producers = RANK_PROGRAMS * T * RANKS_PER_KV
-            block_split(call, own_counters + RANKING_DONE, producers, split, b, r, t, step, S, P)
-            arrive(own_counters + BLOCKS_DONE)
+            block_split(call, barriers + RANKING_DONE, producers, split, b, r, t, F)
+            arrive(barriers + BLOCKS_DONE)
     else:
         reduce_tile, kv_index = split_of(program - selected_splits_end, REDUCE_PROGRAMS)
         b, h = (kv_index // K).to(tl.int64), kv_index % K
-        own_counters = counters + kv_index * S.COUNTERS
-        if S.TOPN == 0:
-            wait(own_counters + SCORES_DONE, TILES * CMP_SPLITS)
+        barriers = counters + kv_index * COUNTERS
+        if F.TOPN == 0:
+            wait(barriers + SCORES_DONE, TILES * CMP_SPLITS)
+        producers = (WINDOW_SPLITS + SELECTED_SPLITS) * T * RANKS_PER_KV
         started_before = reduce_and_combine(
-            call, own_counters + BLOCKS_DONE, (WINDOW_SPLITS + SELECTED_SPLITS) * T * RANKS_PER_KV,
-            own_counters + COMPRESSED_DONE, TILES * CMP_SPLITS, own_counters + REDUCE_STARTED,
-            reduce_tile, b, h, step, S, P,
+            call, barriers + BLOCKS_DONE, producers, barriers + REDUCE_STARTED, reduce_tile,
+            b, h, F,
         )  # fmt: skip
         if started_before == REDUCE_PROGRAMS - 1:  # no program waits any more: reset the counters
-            tl.store(own_counters + tl.arange(0, S.COUNTERS), 0)
+            tl.store(barriers + tl.arange(0, COUNTERS), 0)
 
 
 # launch
 
-# programs that fill a GPU, by what they read: windows of the compressed branch, or KV blocks
-TARGET_PROGRAMS = {"windows": 396, "blocks": 396}
-MAX_SPLITS = 64
+# programs of a stage that fill a GPU, and splits at most
+TARGET_PROGRAMS, MAX_SPLITS = 396, 64
 # the most programs of a launch with warm-up phases: about as many as are resident on a GPU, two per
 # multiprocessor (the last ones to start would have to wait anyway); and the most programs of a
 # launch in which several programs rank the blocks of a token
@@ -241,42 +646,31 @@ MAX_RESIDENT, MAX_RESIDENT_RANKING = 340, 290
 # `rank_blocks_split`: blocks per program (least, most), blocks that they are compared with at once,
 # and the most such chunks that are loaded together
 RANK_SPLIT_BLOCKS, RANK_COMPARED, RANK_SPLIT_CHUNKS = (16, 32), 256, 4
-# the most pages of a sequence that a program loads before it waits for its block indices
-MAX_PRELOADED_PAGES = 1024
-# tile configs by head dimension; BLOCK_M holds at least all heads of one token. For blocks, BLOCK_M
-# is one token, BLOCK_N is at least one block, and the number of warps is that of the windows
-TILES = {
-    "windows": {128: TileConfig(64, 64, 4, 3), 256: TileConfig(64, 32, 4, 2)},
-    "blocks": {128: TileConfig(0, 64, 4, 2), 256: TileConfig(0, 64, 4, 1)},
-}
-TILES_FLOAT32 = TileConfig(64, 32, 4, 1)
-RANKING_TILE = TopkTileConfig(1, 128, 128, 4, 4, 1, 64)
+# `rank_blocks`: blocks of a chunk, each in a sorted column of this depth; blocks where columns are
+# merged anew; and the most chunks that are loaded together
+RANK_N, RANK_DEPTH, RANK_MERGE_N, RANK_CHUNKS = 128, 4, 64, 8
+# by head dimension: windows of a tile and their stages, keys of blocks of a tile and their stages
+TILES = {128: (64, 3, 64, 2), 256: (32, 2, 64, 1)}
+TILES_FLOAT32 = 32, 1, 32, 1
+# rows (token, query head) of a window tile, unless a token has more heads
+WINDOW_ROWS = 64
 # the most partial result elements that one reduce program reads, and the most rows
 REDUCE_ELEMENTS, REDUCE_ROWS = 8192, 4
-# the most chunks of window scores that `rank_blocks` loads together
-RANK_CHUNKS = 8
 # windows per tile of `window_probabilities`
 BLOCK_W = 256
 
 
-def decode_tile(kernel: str, width: int, dtype: torch.dtype) -> TileConfig:
-    """The tile config for "windows" or "blocks", by head dimension and dtype."""
-    tile = TILES_FLOAT32 if dtype == torch.float32 else launch.row(TILES[kernel], width)
-    return launch.override.get(f"decode.{kernel}", tile)
-
-
-def num_splits(programs: int, target: int, units: int) -> int:
+def num_splits(programs: int, units: int) -> int:
     """Splits per work tile, at most one per unit, so that `programs` tiles fill the GPU."""
-    return max(1, min(target // max(1, programs), units, MAX_SPLITS))
+    return max(1, min(TARGET_PROGRAMS // max(1, programs), units, MAX_SPLITS))
 
 
 def block_splits(
     programs: int, blocks: int, blocks_per_tile: int, min_blocks: int = 1
 ) -> tuple[int, int]:
-    """Blocks per split, and the number of splits.
-
-    A split has at least `min_blocks` blocks, a multiple of the blocks that a tile of keys holds."""
-    split_blocks = cdiv(blocks, num_splits(programs, TARGET_PROGRAMS["blocks"], blocks))
+    """Blocks per split, at least `min_blocks` and a multiple of the blocks that a tile of keys
+    holds; and the number of splits."""
+    split_blocks = cdiv(blocks, num_splits(programs, blocks))
     split_blocks = cdiv(max(1, split_blocks, min_blocks), blocks_per_tile) * blocks_per_tile
     return split_blocks, cdiv(blocks, split_blocks)
 
@@ -294,19 +688,8 @@ def plan_ranking(blocks: int, tokens: int, free: int, config: AttentionConfig) -
     return cdiv(blocks, ranked), ranked
 
 
-def ranking_tile(W: int, n: int, config: AttentionConfig) -> tuple[TopkTileConfig, int]:
-    """The tile config of `rank_blocks`, and the number of chunks that it loads together."""
-    tile = replace(RANKING_TILE, merge_n=max(RANKING_TILE.merge_n, next_power_of_2(n)))
-    if n > MAX_COLUMN_N:
-        return replace(tile, block_n=tile.merge_n, columns=0, depth=0), 1
-    chunks = cdiv(max(1, W * config.d // config.selection_block_size), tile.block_n)
-    return tile, min(RANK_CHUNKS, next_power_of_2(chunks))
-
-
 @functools.lru_cache(maxsize=256)
-def plan(
-    shape: Shape, config: AttentionConfig, window_tile: TileConfig, block_tile: TileConfig
-) -> Plan:
+def plan(shape: Shape, config: AttentionConfig) -> Plan:
     """The launch of a step, so that each stage has about TARGET_PROGRAMS programs."""
     B, T, H, K, E, W = shape.B, shape.T, shape.H, shape.K, shape.E, shape.windows
     s, d, local = config.selection_block_size, config.d, config.num_local_blocks
@@ -314,107 +697,98 @@ def plan(
     ranks = K if config.query_heads_share_selected_kv else H
     # with importance="max" the largest score of a block is stored
     per_block = s // d if config.importance == "max" and s > d else 0
-    settings = compile_time(shape, config, n, per_block)
-    score_mode = SCORES_SUM
+    settings = settings_of(shape, config, per_block)
+    probs, block_s, w = settings["PROBS"], settings["BLOCK_S"], settings["w"]
+    score_mode, score_heads = SCORES_SUM, K
     if n == 0:
-        score_mode = SCORES_NONE
-    elif settings.PROBS or not config.query_heads_share_selected_kv:
-        score_mode = SCORES_PER_HEAD
+        score_mode, score_heads = SCORES_NONE, 0
+    elif probs or not config.query_heads_share_selected_kv:
+        score_mode, score_heads = SCORES_PER_HEAD, H
     # the window covers the local blocks, and both branches have the same keys
-    fuse_local = not shape.has_window and 0 < local * s <= settings.w + 1
+    fuse_local = not shape.has_window and 0 < local * s <= w + 1
 
-    heads, block_s = next_power_of_2(H // K), settings.BLOCK_S
-    if per_block:  # a tile holds whole blocks
-        window_tile = replace(window_tile, block_n=max(window_tile.block_n, per_block))
-    block_m = max(16, heads, min(window_tile.block_m, next_power_of_2(T) * heads))
-    block_keys = max(block_s, block_tile.block_n)
+    tile = launch.row(TILES, max(shape.D, E))
+    if shape.dtype == torch.float32:
+        tile = TILES_FLOAT32
+    block_n, stages, block_keys, block_stages = tile
+    # a tile holds whole blocks
+    block_n, block_keys = max(block_n, per_block), max(block_keys, block_s)
+    heads = next_power_of_2(H // K)
+    block_m = max(16, heads, min(WINDOW_ROWS, next_power_of_2(T) * heads))
     # blocks of the selected branch, without the local ones if the window covers them
     selected = n + config.num_initial_blocks + (0 if fuse_local else local)
-    most_window_blocks = window_blocks(config, one_softmax)
+    window_blocks = local if one_softmax else cdiv(w, s) + 1
 
     tiles = cdiv(T * heads, block_m)
     tokens, blocks_per_tile = B * ranks * T, block_keys // block_s
-    target = TARGET_PROGRAMS["windows"]
-    cmp = num_splits(B * K * tiles, target, cdiv(W, window_tile.block_n))
-    cmp = 0 if one_softmax and not n else cmp
+    cmp = 0 if one_softmax and not n else num_splits(B * K * tiles, cdiv(W, block_n))
     cmp_partials = 0 if one_softmax else cmp
-    probs = num_splits(tokens, target, cdiv(W, BLOCK_W)) if settings.PROBS else 0
+    prob_splits = num_splits(tokens, cdiv(W, BLOCK_W)) if probs else 0
     # fused local blocks are one split of their own
     fused = local * fuse_local
-    window_split, window = block_splits(tokens, most_window_blocks - fused, blocks_per_tile, fused)
+    window_split, window = block_splits(tokens, window_blocks - fused, blocks_per_tile, fused)
     selected_split, num_selected = block_splits(tokens, selected, blocks_per_tile)
     window += fuse_local
     partials = cmp_partials + window + num_selected
-    splits, columns = next_power_of_2(partials), settings.BLOCK_E
+    splits, columns = next_power_of_2(partials), settings["BLOCK_E"]
     reduce_rows = max(1, min(REDUCE_ROWS, REDUCE_ELEMENTS // (splits * columns)))
     reduce_columns = max(16, min(columns, REDUCE_ELEMENTS // splits))
     reduce_programs = cdiv(T * (H // K), reduce_rows) * cdiv(E, reduce_columns)
 
-    tile, rank_chunks = ranking_tile(W, n, config)
     programs = B * K * (cmp * tiles + reduce_programs)
-    programs += tokens * (probs + (n > 0) + window + num_selected)
+    programs += tokens * (prob_splits + (n > 0) + window + num_selected)
     warmup = programs <= MAX_RESIDENT
     blocks, rank_programs, rank_split_blocks = cdiv(shape.tokens, s), 0, 0
     if n:
         free = MAX_RESIDENT_RANKING - programs
         rank_programs, rank_split_blocks = plan_ranking(blocks, tokens, free, config)
         programs += tokens * (rank_programs - 1)
-    # a contiguous cache is faster without: its programs load the values before they signal
-    is_one_tile = cmp * window_tile.block_n >= W
-    is_paged, can_signal = shape.page_size > 0, n > 0 and not settings.PROBS
-    preloaded_pages = 0
-    if warmup and is_paged and shape.pages <= MAX_PRELOADED_PAGES:
-        preloaded_pages = max(32, next_power_of_2(shape.pages))
+    merge_n, is_sorted = max(RANK_MERGE_N, next_power_of_2(n)), n <= MAX_COLUMN_N
     # 1 where the kernel does not read it: another value would compile it again
-    compared = next_power_of_2(cdiv(blocks, RANK_COMPARED)) if rank_split_blocks else 1
+    compared, rank_chunks = 1, 1
+    if rank_split_blocks:
+        compared = next_power_of_2(cdiv(blocks, RANK_COMPARED))
+    elif n and is_sorted:
+        rank_chunks = min(RANK_CHUNKS, next_power_of_2(cdiv(max(1, W * d // s), RANK_N)))
 
-    step = Step(
-        B=B, T=T, W=W, MEMORY=shape.memory, PAGES=shape.pages, TILES=tiles, CMP_SPLITS=cmp,
-        CMP_PARTIALS=cmp_partials, PROB_SPLITS=probs, WINDOW_SPLITS=window,
-        WINDOW_SPLIT_BLOCKS=window_split, SELECTED_SPLITS=num_selected,
-        SELECTED_SPLIT_BLOCKS=selected_split, REDUCE_PROGRAMS=reduce_programs,
-        RANK_PROGRAMS=rank_programs, SCORE_COLUMNS=cdiv(W, per_block) if per_block else W,
+    numbers = dict(
+        B=B, T=T, W=W, MEMORY=shape.memory, TILES=tiles, CMP_SPLITS=cmp, CMP_PARTIALS=cmp_partials,
+        PROB_SPLITS=prob_splits, WINDOW_SPLITS=window, WINDOW_SPLIT_BLOCKS=window_split,
+        SELECTED_SPLITS=num_selected, SELECTED_SPLIT_BLOCKS=selected_split,
+        REDUCE_PROGRAMS=reduce_programs, RANK_PROGRAMS=rank_programs,
+        SCORE_COLUMNS=cdiv(W, per_block) if per_block else W,
     )  # fmt: skip
-    constants = Tiles(
-        PADDED_G=heads, BLOCK_M=block_m, BLOCK_N=window_tile.block_n,
-        BLOCK_G=launch.padded(H // ranks), BLOCK_W=BLOCK_W, BLOCK_KEYS=block_keys,
-        STAGES=window_tile.num_stages,
-        BLOCK_STAGES=block_tile.num_stages if block_keys <= 64 else 1,
-        PADDED_CMP_SPLITS=next_power_of_2(cmp) if settings.PROBS else 1, PADDED_SPLITS=splits,
-        PADDED_SPLIT_BLOCKS=next_power_of_2(max(2, blocks_per_tile, most_window_blocks, selected)),
-        REDUCE_ROWS=reduce_rows, REDUCE_COLUMNS=reduce_columns,
-        RANK_CHUNKS=1 if rank_split_blocks else rank_chunks, RANK_N=tile.block_n,
-        RANK_COLUMNS=tile.columns, RANK_DEPTH=min(tile.depth, n), RANK_MERGE_N=tile.merge_n,
+    constants = Settings(
+        **settings, PADDED_G=heads, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_G=launch.padded(H // ranks), BLOCK_W=BLOCK_W, BLOCK_KEYS=block_keys, STAGES=stages,
+        BLOCK_STAGES=block_stages if block_keys <= 64 else 1,
+        PADDED_CMP_SPLITS=next_power_of_2(cmp) if probs else 1, PADDED_SPLITS=splits,
+        PADDED_SPLIT_BLOCKS=next_power_of_2(max(2, blocks_per_tile, window_blocks, selected)),
+        REDUCE_ROWS=reduce_rows, REDUCE_COLUMNS=reduce_columns, RANK_CHUNKS=rank_chunks,
+        RANK_N=RANK_N if is_sorted else merge_n, RANK_COLUMNS=RANK_N if is_sorted else 0,
+        RANK_DEPTH=min(RANK_DEPTH, n) if is_sorted else 0, RANK_MERGE_N=merge_n,
         RANK_SPLIT_BLOCKS=rank_split_blocks, RANK_SPLIT_CHUNKS=min(RANK_SPLIT_CHUNKS, compared),
         RANK_COMPARED=RANK_COMPARED, PADDED_TOPN=max(2, next_power_of_2(n)),
         SELECTED_BLOCKS=selected,
         TAIL_SIZE=shape.tail_size if config.selection_stride > 1 and n else 0,
         SCORE_MODE=score_mode.value, BLOCK_WINDOWS=per_block, FUSE_LOCAL=fuse_local,
-        SEPARATE_WINDOW=shape.has_window, WARMUP=warmup,
-        SIGNAL_EARLY=warmup and is_paged and can_signal and is_one_tile,
-        PRELOADED_PAGES=preloaded_pages, ONE_SOFTMAX=one_softmax,
+        SEPARATE_WINDOW=shape.has_window, WARMUP=warmup, ONE_SOFTMAX=one_softmax,
     )  # fmt: skip
-    score_heads = {SCORES_NONE.value: 0, SCORES_SUM.value: K, SCORES_PER_HEAD.value: H}
     return Plan(
-        nsa_decode_persistent, programs, partials,
-        (score_heads[score_mode.value], step.SCORE_COLUMNS),
-        (ranks, W) if settings.PROBS else None, (B, T, ranks, n),
-        step._asdict() | dict(S=settings, P=constants),
-        dict(num_warps=window_tile.num_warps),
+        nsa_decode_persistent, programs, partials, (score_heads, numbers["SCORE_COLUMNS"]),
+        (ranks, W) if probs else None, (B, T, ranks, n), numbers | dict(F=constants, num_warps=4),
     )  # fmt: skip
 
 
 def decode(call: DecodeInputs, config: AttentionConfig) -> Tensor:
     """Run a decode step: `read_all` for a short cache, else the persistent kernel. [B T H E]."""
-    shape, call = shape_of(call), readable(call)
-    out = call.q.new_empty(*call.q.shape[:3], shape.E)
+    # kernels read rows at consecutive addresses, and integers contiguous
+    call = DecodeInputs(*(t if t is None or t.stride(-1) == 1 else t.contiguous() for t in call))
+    shape = shape_of(call)
+    out = call.q.new_empty(shape.B, shape.T, shape.H, shape.E)
     if out.numel() == 0:
         return out
-    step_plan = read_all.plan(shape, config, has_wide_offsets(call))
-    if step_plan is None:
-        tiles = (decode_tile(name, max(shape.D, shape.E), shape.dtype) for name in TILES)
-        step_plan = plan(shape, config, *tiles)
-    tensors = tensors_of(call, step_plan, config, out)
-    arguments = tensors._asdict() | step_plan.arguments | step_plan.options
-    launcher(step_plan.kernel, (step_plan.programs,))(**arguments, num_stages=1)
+    step = read_all.plan(shape, config) or plan(shape, config)
+    arguments = tensor_arguments(call, step, config, out) | step.args
+    launcher(step.kernel, (step.programs,))(**arguments, num_stages=1)
     return out

@@ -24,18 +24,34 @@ from ..common import launch
 from ..common.launch import cdiv, next_power_of_2
 from ..common.primitives import candidates_end, load_rows, soft_capped
 from ..topk.topn import NO_KEY, NO_SCORE
-from .call import Plan, Shape, Tensors, compile_time, window_blocks
-from .split_kv import arrive, load_gates, reduce_partials, store_partial, wait
-from .topn import NEVER, block_sort_keys
+from .step import (
+    COUNTERS,
+    NEVER,
+    SETTINGS,
+    TENSORS,
+    Plan,
+    Shape,
+    arrive,
+    block_sort_keys,
+    load_gates,
+    reduce_partials,
+    settings_of,
+    store_partial,
+    wait,
+)
 
 # counters of a sequence and KV head: programs that have written window scores, programs that have
 # written partial results, and reduce programs that have passed their waits
 SCORES_DONE, PARTIALS_DONE, REDUCE_STARTED = (tl.constexpr(i) for i in range(3))
 
 
+# numbers of a step: tensor sizes, splits of the windows and of the memory, KV blocks of a sequence
+NUMBERS = "B W N MEMORY CMP_SPLITS MEM_SPLITS NUM_BLOCKS"
+Call = namedtuple("Call", TENSORS + NUMBERS)
 # compile-time settings of this kernel
-Tiles = namedtuple(
-    "Tiles", "T K BLOCK_G REDUCE_ROWS REDUCE_COLUMNS BLOCKS PARTIALS BLOCKS_PER_PROGRAM"
+Settings = namedtuple(
+    "Settings",
+    SETTINGS + "T K BLOCK_G REDUCE_ROWS REDUCE_COLUMNS BLOCKS PARTIALS BLOCKS_PER_PROGRAM",
 )
 
 
@@ -47,27 +63,21 @@ def token_position(call, b, t, HAS_COUNTS: tl.constexpr):
 
 
 @triton.jit
-def write_partials(
-    call, scores_ready, program, t, b, h, B, W, N, MEMORY, CMP_SPLITS, MEM_SPLITS, NUM_BLOCKS,
-    S: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    """Attention of one token over one split of the keys, as partial results.
-
-    A program owns the G query heads of one KV head and token t, and one split of the keys: BLOCK_S
-    windows, BLOCK_S memory keys, the boundary block of the window, or BLOCKS_PER_PROGRAM KV blocks.
-    It reads these keys and values and writes one partial result, or one per block. If blocks
-    are ranked, it writes the window scores [B T K W], summed over the heads, and arrives at
-    `scores_ready`. It computes its addresses without the sequence length, except for pages and for
-    the boundary block."""
-    position = token_position(call, b, t, S.HAS_COUNTS)
-    has_scores, block = program < CMP_SPLITS, program - CMP_SPLITS - MEM_SPLITS - 1
+def write_partials(call, scores_ready, program, t, b, h, F: tl.constexpr):
+    """Attention of token t and the G query heads of a KV head over one split of the keys: BLOCK_S
+    windows, BLOCK_S memory keys, the boundary block of the window, or BLOCKS_PER_PROGRAM KV blocks,
+    a partial result each. If blocks are ranked, the program writes the window scores [B T K W],
+    summed over the heads, and arrives at `scores_ready`. It computes its addresses without the
+    sequence length, except for pages and for the boundary block."""
+    position = token_position(call, b, t, F.HAS_COUNTS)
+    has_scores, block = program < call.CMP_SPLITS, program - call.CMP_SPLITS - call.MEM_SPLITS - 1
     is_cmp, is_boundary = block < -1, block == -1
-    is_memory = is_cmp & (program >= CMP_SPLITS)
-    i_key, head = tl.arange(0, S.BLOCK_S), tl.arange(0, P.BLOCK_G)
-    valid = head < S.G
+    is_memory = is_cmp & (program >= call.CMP_SPLITS)
+    i_key, head = tl.arange(0, F.BLOCK_S), tl.arange(0, F.BLOCK_G)
+    valid = head < F.G
     q_stride = tl.where(is_cmp, call.cq.h, call.q.h)
     q_ptr = tl.where(is_cmp, call.cq.ptr, call.q.ptr)
-    q_ptr += t * tl.where(is_cmp, call.cq.n, call.q.n) + h * S.G * q_stride
+    q_ptr += t * tl.where(is_cmp, call.cq.n, call.q.n) + h * F.G * q_stride
     q_ptr += b * tl.where(is_cmp, call.cq.b, call.q.b)
     k_ptr = tl.where(is_memory, call.mem_k.ptr, tl.where(is_cmp, call.ck.ptr, call.k.ptr))
     v_ptr = tl.where(is_memory, call.mem_v.ptr, tl.where(is_cmp, call.cv.ptr, call.v.ptr))
@@ -77,57 +87,57 @@ def write_partials(
     v_stride_seq = tl.where(is_memory, 0, tl.where(is_cmp, call.cv.b, call.v.b))
     k_stride = tl.where(is_memory, call.mem_k.n, tl.where(is_cmp, call.ck.n, call.k.n))
     v_stride = tl.where(is_memory, call.mem_v.n, tl.where(is_cmp, call.cv.n, call.v.n))
-    if S.PAGE_SIZE == 0:
+    if F.PAGE_SIZE == 0:
         k_ptr, v_ptr = k_ptr + b * k_stride_seq, v_ptr + b * v_stride_seq
-    first_key = tl.where(is_memory, program - CMP_SPLITS, program) * S.BLOCK_S
-    first_key = tl.where(is_cmp, first_key, block * (P.BLOCKS_PER_PROGRAM * S.s))
+    first_key = tl.where(is_memory, program - call.CMP_SPLITS, program) * F.BLOCK_S
+    first_key = tl.where(is_cmp, first_key, block * (F.BLOCKS_PER_PROGRAM * F.s))
     if is_boundary:
-        first_key = tl.maximum(position - S.w, 0) // S.s * S.s
+        first_key = tl.maximum(position - F.w, 0) // F.s * F.s
     num_blocks = 1
-    if P.BLOCKS_PER_PROGRAM > 1:
+    if F.BLOCKS_PER_PROGRAM > 1:
         is_block = block >= 0
-        left = NUM_BLOCKS - block * P.BLOCKS_PER_PROGRAM
-        num_blocks = tl.where(is_block, tl.minimum(P.BLOCKS_PER_PROGRAM, left), 1)
-    partial = program + tl.maximum(block, 0) * (P.BLOCKS_PER_PROGRAM - 1)
-    if S.PAGE_SIZE > 0:
-        page_size = tl.where(is_cmp, S.WINDOWS_PER_PAGE, S.PAGE_SIZE)
+        left = call.NUM_BLOCKS - block * F.BLOCKS_PER_PROGRAM
+        num_blocks = tl.where(is_block, tl.minimum(F.BLOCKS_PER_PROGRAM, left), 1)
+    partial = program + tl.maximum(block, 0) * (F.BLOCKS_PER_PROGRAM - 1)
+    if F.PAGE_SIZE > 0:
+        page_size = tl.where(is_cmp, F.WINDOWS_PER_PAGE, F.PAGE_SIZE)
         page_row = call.cache.page_table + b * call.cache.t_b
-        is_stored = first_key + i_key < tl.where(is_memory, 0, tl.where(is_cmp, W, N))
+        is_stored = first_key + i_key < tl.where(is_memory, 0, tl.where(is_cmp, call.W, call.N))
         page = tl.load(page_row + (first_key + i_key) // page_size, mask=is_stored, other=0)
     for i in range(num_blocks):
-        n = first_key + i * S.s + i_key
-        exists = n < tl.where(is_memory, MEMORY, tl.where(is_cmp, W, N))
-        if S.s < S.BLOCK_S:
-            exists &= i_key < tl.where(is_cmp, S.BLOCK_S, S.s)
+        n = first_key + i * F.s + i_key
+        exists = n < tl.where(is_memory, call.MEMORY, tl.where(is_cmp, call.W, call.N))
+        if F.s < F.BLOCK_S:
+            exists &= i_key < tl.where(is_cmp, F.BLOCK_S, F.s)
         k_offsets, v_offsets = n * k_stride, n * v_stride
-        if S.PAGE_SIZE > 0:
+        if F.PAGE_SIZE > 0:
             slot = tl.where(is_memory, n, n % page_size)
             # page table entries past the end of the sequence may not be pages
-            end = tl.where(is_cmp, position // S.d, position + 1)
+            end = tl.where(is_cmp, position // F.d, position + 1)
             page_id = tl.where(n < end, page, 0).to(tl.int64)
             k_offsets = page_id * k_stride_seq + slot * k_stride
             v_offsets = page_id * v_stride_seq + slot * v_stride
-            end = tl.where(is_memory, MEMORY, tl.where(is_cmp, position // S.d, position + 1))
+            end = tl.where(is_memory, call.MEMORY, tl.where(is_cmp, position // F.d, position + 1))
             exists &= n < end
-            if P.BLOCKS_PER_PROGRAM > 1:
-                is_next = n + S.s < tl.where(is_cmp, 0, N)
-                page = tl.load(page_row + (n + S.s) // page_size, mask=is_next, other=0)
-        q_tile = load_rows(q_ptr, head * q_stride, S.D, S.BLOCK_D, valid)
-        k_tile = load_rows(k_ptr, k_offsets, S.D, S.BLOCK_D, exists)
-        v_tile = load_rows(v_ptr, v_offsets, S.E, S.BLOCK_E, exists)
-        out_row = (((partial + i) * B + b) * P.T + t) * (P.K * S.G) + h * S.G + head
-        visible_end = tl.where(is_memory, MEMORY, tl.where(is_cmp, position // S.d, position + 1))
-        visible = exists & (n < visible_end)
+            if F.BLOCKS_PER_PROGRAM > 1:
+                is_next = n + F.s < tl.where(is_cmp, 0, call.N)
+                page = tl.load(page_row + (n + F.s) // page_size, mask=is_next, other=0)
+        q_tile = load_rows(q_ptr, head * q_stride, F.D, F.BLOCK_D, valid)
+        k_tile = load_rows(k_ptr, k_offsets, F.D, F.BLOCK_D, exists)
+        v_tile = load_rows(v_ptr, v_offsets, F.E, F.BLOCK_E, exists)
+        out_row = (((partial + i) * call.B + b) * F.T + t) * (F.K * F.G) + h * F.G + head
+        visible_end = tl.where(is_cmp, position // F.d, position + 1)
+        visible = exists & (n < tl.where(is_memory, call.MEMORY, visible_end))
         # a tensor, because some versions of the interpreter cannot broadcast a scalar mask
         boundary = i_key * 0 + tl.where(is_boundary, 1, 0)
-        visible &= (n >= position - S.w) | (boundary == 0)
+        visible &= (n >= position - F.w) | (boundary == 0)
         x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * call.scale_log2
-        if S.TOPN > 0:  # noqa: SIM102
+        if F.TOPN > 0:  # noqa: SIM102
             if has_scores:
-                score_ptr = call.work.scores + ((b * P.T + t) * P.K + h) * W + n
+                score_ptr = call.work.scores + ((b * F.T + t) * F.K + h) * call.W + n
                 tl.store(score_ptr, tl.sum(x, 0), mask=exists)
                 arrive(scores_ready)
-        if S.CAP:
+        if F.CAP:
             x = soft_capped(x, call.cap)
         x = tl.where(visible[None], x, NO_SCORE)
         m = tl.max(x, 1)
@@ -135,131 +145,126 @@ def write_partials(
         # unwritten values may be non-finite, which a probability of 0 does not mask
         v_tile = tl.where(visible[:, None], v_tile, 0.0)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
-        store_partial(call, out_row, acc, m, tl.sum(p, 1), valid, S)
+        store_partial(call, out_row, acc, m, tl.sum(p, 1), valid, F)
 
 
 @triton.jit
-def select_partials(scores, scratch, position, FIRST_BLOCK, S: tl.constexpr, P: tl.constexpr):
+def select_partials(scores, scratch, position, FIRST_BLOCK, F: tl.constexpr):
     """Select the partial results of KV blocks that the token at `position` reads.
 
     Returns codes [PARTIALS]: code FIRST_BLOCK + i is 4 c + 2 (block c is selected) + 1 (block c
     overlaps the window), or 0 if unused. Codes are ordered: the ranked blocks, then the
     initial ones, then the blocks up to the token's own. The codes are scattered through `scratch`,
     PARTIALS zeros of this program."""
-    c, own_block = tl.arange(0, P.BLOCKS), position // S.s
-    UNRANKED: tl.constexpr = P.BLOCKS if P.BLOCKS > S.TOPN else S.TOPN
-    rank = tl.full([P.BLOCKS], UNRANKED, tl.int32)
-    if S.TOPN > 0:
-        candidate_end = candidates_end(position, NEVER, S.RANKED_LOCAL, S.d, S.s, True)
-        is_candidate = (c >= S.INITIAL) & (c < candidate_end)
+    c, own_block = tl.arange(0, F.BLOCKS), position // F.s
+    UNRANKED: tl.constexpr = F.BLOCKS if F.BLOCKS > F.TOPN else F.TOPN
+    rank = tl.full([F.BLOCKS], UNRANKED, tl.int32)
+    if F.TOPN > 0:
+        candidate_end = candidates_end(position, NEVER, F.RANKED_LOCAL, F.d, F.s, True)
+        is_candidate = (c >= F.INITIAL) & (c < candidate_end)
         # loops of one iteration: the compiler computes the result of a `while` once, and not again
         # for each layout in which it is used
-        keys, rounds = tl.full([P.BLOCKS], NO_KEY, tl.int64), 1
+        keys, rounds = tl.full([F.BLOCKS], NO_KEY, tl.int64), 1
         while rounds > 0:
-            keys = block_sort_keys(scores, c, candidate_end, position // S.d, S)
+            keys = block_sort_keys(scores, c, candidate_end, position // F.d, F)
             rounds -= 1
         rounds = 1
         while rounds > 0:
             # the number of better blocks, summed along the first axis: within a thread
             rank, rounds = tl.sum((keys[:, None] > keys[None]).to(tl.int32), 0), rounds - 1
         rank = tl.where(is_candidate, rank, UNRANKED)
-    selected = ((c < S.INITIAL) | (c > own_block - S.LOCAL) | (rank < S.TOPN)) & (c <= own_block)
-    overlaps = (c > tl.maximum(position - S.w, 0) // S.s) & (c <= own_block)
-    slot = S.TOPN + tl.where(c < S.INITIAL, c, S.INITIAL + own_block - c)
-    slot = FIRST_BLOCK + tl.where(rank < S.TOPN, rank, slot)
+    selected = ((c < F.INITIAL) | (c > own_block - F.LOCAL) | (rank < F.TOPN)) & (c <= own_block)
+    overlaps = (c > tl.maximum(position - F.w, 0) // F.s) & (c <= own_block)
+    slot = F.TOPN + tl.where(c < F.INITIAL, c, F.INITIAL + own_block - c)
+    slot = FIRST_BLOCK + tl.where(rank < F.TOPN, rank, slot)
     code = c * 4 + selected.to(tl.int32) * 2 + overlaps.to(tl.int32)
     tl.store(scratch + slot, code, mask=selected | overlaps)
     tl.debug_barrier()
-    return tl.load(scratch + tl.arange(0, P.PARTIALS))
+    return tl.load(scratch + tl.arange(0, F.PARTIALS))
 
 
 @triton.jit
 def reduce_and_combine(
     call, scores_ready, score_programs, partials_ready, partial_programs, reduce_started,
-    reduce_tile, b, t, h, B, W, FIRST_BLOCK, S: tl.constexpr, P: tl.constexpr,
+    reduce_tile, b, t, h, FIRST_BLOCK, F: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the partial results: `out = g_cmp cmp + g_sel sel + g_win win`.
+    """Rank the blocks, and reduce the partial results: `out = g_cmp cmp + g_sel sel + g_win win`.
 
     A program owns REDUCE_ROWS query heads of one KV head and token t, and REDUCE_COLUMNS features.
-    It waits for the window scores and ranks the blocks, then waits for the partial results, reads
-    those that the token selects, and writes `out`; zeros for a token past `counts`. The first
-    FIRST_BLOCK partial results are those of the windows, of the memory and of the boundary block.
-    Returns how many programs had passed their waits before."""
-    COLUMN_TILES: tl.constexpr = (S.E + P.REDUCE_COLUMNS - 1) // P.REDUCE_COLUMNS
-    i_head = reduce_tile // COLUMN_TILES * P.REDUCE_ROWS + tl.arange(0, P.REDUCE_ROWS)[:, None]
-    e = tl.arange(0, P.REDUCE_COLUMNS)
-    e += reduce_tile % COLUMN_TILES * P.REDUCE_COLUMNS
-    valid, head = i_head < S.G, h * S.G + tl.minimum(i_head, S.G - 1)
-    position = token_position(call, b, t, S.HAS_COUNTS)
-    row = (b * P.T + t) * (P.K * S.G) + head
+    It reads the partial results that the token selects; the first FIRST_BLOCK ones are those of the
+    windows, of the memory and of the boundary block. Returns how many programs had passed their
+    waits before."""
+    COLUMN_TILES: tl.constexpr = (F.E + F.REDUCE_COLUMNS - 1) // F.REDUCE_COLUMNS
+    i_head = reduce_tile // COLUMN_TILES * F.REDUCE_ROWS + tl.arange(0, F.REDUCE_ROWS)[:, None]
+    e = tl.arange(0, F.REDUCE_COLUMNS)
+    e += reduce_tile % COLUMN_TILES * F.REDUCE_COLUMNS
+    valid, head = i_head < F.G, h * F.G + tl.minimum(i_head, F.G - 1)
+    position = token_position(call, b, t, F.HAS_COUNTS)
+    row = (b * F.T + t) * (F.K * F.G) + head
     branch_gates = load_gates(call, b, t, head, valid, False)
-    token_scores = call.work.scores + ((b * P.T + t) * P.K + h) * W
-    slot = tl.arange(0, P.PARTIALS)
-    scratch = call.work.block_indices + tl.program_id(0).to(tl.int64) * P.PARTIALS
+    token_scores = call.work.scores + ((b * F.T + t) * F.K + h) * call.W
+    slot = tl.arange(0, F.PARTIALS)
+    scratch = call.work.block_indices + tl.program_id(0).to(tl.int64) * F.PARTIALS
     tl.store(scratch + slot, 0)
     tl.debug_barrier()
     is_cmp, is_boundary = slot < FIRST_BLOCK - 1, slot == FIRST_BLOCK - 1
     started_before = 0
-    # phase 0 is a warm-up, see `split_kv.first_phase`; B < 0 is never true, which the compiler
+    # phase 0 is a warm-up, see `persistent.first_phase`; B < 0 is never true, which the compiler
     # does not know
-    for phase in range((B < 0).to(tl.int32), 2):
+    for phase in range((call.B < 0).to(tl.int32), 2):
         code = slot * 0
         if phase == 1:
-            if S.TOPN > 0:
+            if F.TOPN > 0:
                 wait(scores_ready, score_programs)
-            code = select_partials(token_scores, scratch, position, FIRST_BLOCK, S, P)
+            code = select_partials(token_scores, scratch, position, FIRST_BLOCK, F)
         is_sel, is_win = code & 2 > 0, (code & 1 > 0) | is_boundary
         partial = tl.where(slot < FIRST_BLOCK, slot, FIRST_BLOCK + (code >> 2))
         mask = valid & (is_cmp | is_sel | is_win)[None] & (phase == 1)
-        partial_row = (partial * (B * P.T * P.K * S.G))[None] + row
+        partial_row = (partial * (call.B * F.T * F.K * F.G))[None] + row
         if phase == 1:
             wait(partials_ready, partial_programs)
         started_before = reduce_partials(
             call, partial_row, mask, is_cmp, is_sel, is_win, branch_gates, row, b, t, head,
-            P.K * S.G, e, valid, reduce_started, phase, S,
+            F.K * F.G, e, valid, reduce_started, phase, F,
         )  # fmt: skip
     return started_before
 
 
-@triton.jit(do_not_specialize=["B", "W", "N", "MEMORY", "CMP_SPLITS", "MEM_SPLITS", "NUM_BLOCKS"])
+@triton.jit(do_not_specialize=NUMBERS.split())
 def nsa_decode_read_all(
     cq, q, k, v, window_k, window_v, ck, cv, mem_k, mem_v, gates, sinks, cache, work, out, heads,
-    scale_log2, cap, B, W, N, MEMORY, CMP_SPLITS, MEM_SPLITS, NUM_BLOCKS, S: tl.constexpr,
-    P: tl.constexpr,
+    scale_log2, cap, B, W, N, MEMORY, CMP_SPLITS, MEM_SPLITS, NUM_BLOCKS, F: tl.constexpr,
 ):  # fmt: skip
     """One decode step over a short KV cache: T new tokens of B sequences.
 
     A program owns one token and KV head, and one split of its keys (`write_partials`) or a tile of
     its output (`reduce_and_combine`). The last reduce program resets the counters to zero."""
-    call = Tensors(
+    call = Call(
         cq, q, k, v, window_k, window_v, ck, cv, mem_k, mem_v, gates, sinks, cache, work, out,
-        heads, scale_log2, cap,
+        heads, scale_log2, cap, B, W, N, MEMORY, CMP_SPLITS, MEM_SPLITS, NUM_BLOCKS,
     )  # fmt: skip
     # windows come first, because the ranking waits for their scores
-    T: tl.constexpr = P.T
-    K: tl.constexpr = P.K
+    T: tl.constexpr = F.T
+    K: tl.constexpr = F.K
     index, tokens, FIRST_BLOCK = tl.program_id(0), B * T * K, CMP_SPLITS + MEM_SPLITS + 1
     program, token = index // tokens, index % tokens
     b, h = (token // K // T).to(tl.int64), (token % K).to(tl.int64)
     t = (token // K % T).to(tl.int64)
-    own_counters = call.work.counters + (b * K + h) * S.COUNTERS
-    partial_programs = FIRST_BLOCK + tl.cdiv(NUM_BLOCKS, P.BLOCKS_PER_PROGRAM)
+    barriers = call.work.counters + (b * K + h) * COUNTERS
+    partial_programs = FIRST_BLOCK + tl.cdiv(NUM_BLOCKS, F.BLOCKS_PER_PROGRAM)
     if program < partial_programs:
-        write_partials(
-            call, own_counters + SCORES_DONE, program, t, b, h, B, W, N, MEMORY, CMP_SPLITS,
-            MEM_SPLITS, NUM_BLOCKS, S, P,
-        )  # fmt: skip
-        arrive(own_counters + PARTIALS_DONE)
+        write_partials(call, barriers + SCORES_DONE, program, t, b, h, F)
+        arrive(barriers + PARTIALS_DONE)
     else:
-        ROW_TILES: tl.constexpr = (S.G + P.REDUCE_ROWS - 1) // P.REDUCE_ROWS
-        COLUMN_TILES: tl.constexpr = (S.E + P.REDUCE_COLUMNS - 1) // P.REDUCE_COLUMNS
+        ROW_TILES: tl.constexpr = (F.G + F.REDUCE_ROWS - 1) // F.REDUCE_ROWS
+        COLUMN_TILES: tl.constexpr = (F.E + F.REDUCE_COLUMNS - 1) // F.REDUCE_COLUMNS
         started_before = reduce_and_combine(
-            call, own_counters + SCORES_DONE, T * CMP_SPLITS, own_counters + PARTIALS_DONE,
-            T * partial_programs, own_counters + REDUCE_STARTED, program - partial_programs, b, t,
-            h, B, W, FIRST_BLOCK, S, P,
+            call, barriers + SCORES_DONE, T * CMP_SPLITS, barriers + PARTIALS_DONE,
+            T * partial_programs, barriers + REDUCE_STARTED, program - partial_programs, b, t, h,
+            FIRST_BLOCK, F,
         )  # fmt: skip
         if started_before == T * ROW_TILES * COLUMN_TILES - 1:  # no program waits any more
-            tl.store(own_counters + tl.arange(0, S.COUNTERS), 0)
+            tl.store(barriers + tl.arange(0, COUNTERS), 0)
 
 
 # launch
@@ -275,40 +280,38 @@ MAX_REGISTERS = 168
 
 
 @functools.lru_cache(maxsize=256)
-def plan(shape: Shape, config: AttentionConfig, has_wide_offsets: bool) -> Plan | None:
+def plan(shape: Shape, config: AttentionConfig) -> Plan | None:
     """The launch of a step; None where this kernel cannot run it, or the cache is too long."""
     B, T, K, E, s = shape.B, shape.T, shape.K, shape.E, config.selection_block_size
-    n = config.num_selected_blocks if shape.windows else 0
-    settings = compile_time(shape, config, n)
+    settings = settings_of(shape, config)
+    n, block_s, heads = settings["TOPN"], settings["BLOCK_S"], shape.H // K
+    is_summed = n == 0 or (config.query_heads_share_selected_kv and not settings["PROBS"])
     is_max = config.importance == "max" and s > config.d
-    is_summed = n == 0 or (config.query_heads_share_selected_kv and not settings.PROBS)
     if shape.one_softmax or is_max or config.selection_stride > 1 or shape.has_window:
         return None
-    blocks, block_s = cdiv(shape.tokens, s), settings.BLOCK_S
+    blocks = cdiv(shape.tokens, s)
     cmp, memory = cdiv(shape.windows, block_s), cdiv(shape.memory, block_s)
     # one partial result per selected block and per block that the window overlaps
-    local = max(config.num_local_blocks, window_blocks(config, False) - 1)
+    local = max(config.num_local_blocks, cdiv(config.sliding_window_size, s))
     partials = next_power_of_2(cmp + memory + 1 + n + config.num_initial_blocks + local)
     block_bytes = block_s * launch.padded(max(shape.D, E)) * shape.dtype.itemsize
     total = B * T * K * blocks
     fits = total <= (MAX_TOTAL_BLOCKS_PAGED if shape.page_size else MAX_TOTAL_BLOCKS)
     fits &= blocks <= MAX_BLOCKS and partials <= MAX_PARTIALS and block_bytes <= MAX_BLOCK_BYTES
-    if not is_summed or not fits or has_wide_offsets:
+    if not is_summed or not fits or shape.is_wide:
         return None
-    per_program, columns = cdiv(total, BLOCK_PROGRAMS), min(settings.BLOCK_E, REDUCE_COLUMNS)
+    per_program, columns = cdiv(total, BLOCK_PROGRAMS), min(settings["BLOCK_E"], REDUCE_COLUMNS)
     programs = cmp + memory + 1 + cdiv(blocks, per_program)
-    programs += cdiv(shape.H // shape.K, REDUCE_ROWS) * cdiv(E, columns)
-    tiles = Tiles(
-        T, K, launch.padded(shape.H // shape.K), REDUCE_ROWS, columns,
-        max(32, next_power_of_2(blocks)), partials, per_program,
-    )  # fmt: skip
+    programs += cdiv(heads, REDUCE_ROWS) * cdiv(E, columns)
     programs *= B * T * K
-    numbers = dict(
-        B=B, W=shape.windows, N=shape.tokens, MEMORY=shape.memory, CMP_SPLITS=cmp,
-        MEM_SPLITS=memory, NUM_BLOCKS=blocks,
+    numbers = B, shape.windows, shape.tokens, shape.memory, cmp, memory, blocks
+    constants = Settings(
+        **settings, T=T, K=K, BLOCK_G=launch.padded(heads), REDUCE_ROWS=REDUCE_ROWS,
+        REDUCE_COLUMNS=columns, BLOCKS=max(32, next_power_of_2(blocks)), PARTIALS=partials,
+        BLOCKS_PER_PROGRAM=per_program,
     )  # fmt: skip
     return Plan(
         nsa_decode_read_all, programs, cmp + memory + 1 + blocks, (K, shape.windows), None,
-        (programs, partials), numbers | dict(S=settings, P=tiles),
-        dict(num_warps=4, maxnreg=MAX_REGISTERS),
+        (programs, partials), dict(zip(NUMBERS.split(), numbers, strict=True))
+        | dict(F=constants, num_warps=4, maxnreg=MAX_REGISTERS),
     )  # fmt: skip

@@ -206,7 +206,7 @@ FORMS = {
     },
     "several blocks a program": {"read_all.BLOCK_PROGRAMS": 8},
     # as where rows are many
-    "few programs": ALL_READ | {"persistent.TARGET_PROGRAMS": {"windows": 2, "blocks": 8}},
+    "few programs": ALL_READ | {"persistent.TARGET_PROGRAMS": 4},
 }  # fmt: skip
 
 

@@ -1,0 +1,350 @@
+"""What both kernels of a decode step share: arguments, grid barriers, partial results, scores.
+
+The keys of each branch are divided into splits. A split gives a partial result: an output and its
+log-sum-exp (lse) in units of log2. "Windows" are compression windows; "the window" is the sliding
+window. The queries of sequence b are at positions `lengths[b]` .. `lengths[b] + T - 1`. Their keys
+and values are in the cache already. The host reads no length, so a CUDA graph can capture the
+launch; what a kernel is compiled for depends on settings and shapes only, so plans are cached.
+
+At a grid barrier a program waits until other programs of the launch have written their output. It
+waits only for programs with smaller ids. A GPU starts programs in the order of their ids, so the
+programs that it waits for are running or finished, and every wait ends.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...config import AttentionConfig
+from ...ops.call import DecodeInputs
+from ..common import launch
+from ..common.primitives import Gates, Strided, load_sinks, store_rows
+from ..topk.selection import window_weight
+from ..topk.topn import NO_KEY, NO_SCORE, first_window, sort_keys
+
+NEVER = tl.constexpr(1 << 30)
+# counters of a sequence and KV head
+COUNTERS = tl.constexpr(8)
+
+# argument groups of both kernels. Sequence lengths [B] before the new tokens, `counts` [B] of real
+# new tokens, and the page table with the stride of its rows
+Cache = namedtuple("Cache", "lengths counts page_table t_b")
+# what the programs of a launch exchange: `scores` of windows [B T heads W], `importances`
+# (probabilities) [B T ranks W], `block_indices` [B T ranks n] and a `ranking_tail` of earlier ones,
+# `partial_out` [splits B T H E] and `partial_lse`, `counters` [B K COUNTERS] of the grid barriers
+Workspace = namedtuple(
+    "Workspace",
+    "scores importances block_indices ranking_tail partial_out partial_lse counters",
+)
+# numbers of query, KV and ranking heads
+Heads = namedtuple("Heads", "H K RANKS")
+# all of a call that does not depend on the kernel: `Strided` tensors, the memory with strides of
+# slots and heads, and the groups above. A kernel makes one tuple `call` of these arguments and its
+# numbers: within an argument, Triton 3.6 loses numbers of an inner tuple, and numbers of a tuple
+# are compiled in where they are 1
+TENSORS = (
+    "cq q k v window_k window_v ck cv mem_k mem_v gates sinks cache work out heads scale_log2 cap "
+)
+# compile-time settings F of both kernels; PAGE_SIZE is 0 without a page table. A stored score
+# covers SPAN tokens, one every PITCH. RANKED_LOCAL are the local blocks, at least the query's own
+SETTINGS = (
+    "d s w BLOCK_S TOPN INITIAL LOCAL STRIDE PROBS G RANKS_PER_KV D BLOCK_D E BLOCK_E CAP SINKS "
+    "HAS_COUNTS PAGE_SIZE WINDOWS_PER_PAGE SPAN PITCH RANKED_LOCAL INTERPOLATED "
+)
+
+
+@triton.jit
+def arrive(counter):
+    """Signal that this program has written its output; returns how many programs arrived before."""
+    tl.debug_barrier()  # all threads of this program have written
+    return tl.atomic_add(counter, 1, sem="acq_rel")
+
+
+@triton.jit
+def wait(counter, programs):
+    """Wait until `programs` programs have arrived at the counter. Their output is visible then."""
+    while tl.atomic_add(counter, 0, sem="acquire") < programs:
+        pass
+
+
+@triton.jit
+def store_partial(call, row, acc, m, l, valid, F: tl.constexpr):
+    """Write the outputs of rows that see at least one key, and the lse of all `valid` rows."""
+    denominator = tl.where(l == 0.0, 1.0, l)
+    offsets = row * F.E
+    out = acc * (1.0 / denominator)[:, None]
+    store_rows(call.work.partial_out, offsets, out, F.E, F.BLOCK_E, valid & (l > 0.0))
+    lse_ptr = call.work.partial_lse + row
+    tl.store(lse_ptr, tl.where(l == 0.0, NO_SCORE, m + tl.log2(denominator)), mask=valid)
+
+
+# block scores
+
+
+@triton.jit
+def window_overlaps(c, j, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr):
+    """Tokens that blocks c share with the j-th of the windows that end in or after them."""
+    overlap = c * 0 + 1
+    if s >= d:
+        end = (first_window(c, d, s) + j + 1) * d
+        overlap = tl.minimum(end, (c + 1) * s) - tl.maximum(end - l, c * s)
+    return tl.maximum(overlap, 0).to(tl.float32)
+
+
+@triton.jit
+def block_scores(scores, c, window_end, F: tl.constexpr):
+    """Scores [C] of blocks c from the scores of the windows before `window_end`."""
+    WINDOWS_PER_BLOCK: tl.constexpr = F.s // F.PITCH if F.s > F.PITCH else 1
+    NEIGHBOURS: tl.constexpr = 1 if F.INTERPOLATED else 0
+    WINDOWS_READ: tl.constexpr = (
+        (F.SPAN + F.s - 1) // F.PITCH
+        if F.PROBS and F.s >= F.PITCH
+        else WINDOWS_PER_BLOCK + NEIGHBOURS
+    )
+    total = tl.zeros([c.shape[0]], tl.float32)
+    # interpolation sums differences from the first score, so that blocks of equal window scores
+    # get equal scores
+    origin, count = total, total
+    if F.INTERPOLATED:
+        window = tl.minimum(first_window(c, F.PITCH, F.s), window_end - 1)
+        origin = tl.load(scores + window, mask=window >= 0, other=0.0)
+    for j in tl.static_range(-NEIGHBOURS, WINDOWS_READ):
+        window = first_window(c, F.PITCH, F.s) + j
+        if F.PROBS:
+            weight = tl.where(window < window_end, window_overlaps(c, j, F.SPAN, F.PITCH, F.s), 0.0)
+        else:
+            weight = window_weight(
+                c, j, window_end + c * 0, F.PITCH, F.s, F.BLOCK_S, F.INTERPOLATED
+            )
+        window = tl.minimum(tl.maximum(window, 0), window_end - 1)
+        score = tl.load(scores + window, mask=window >= 0, other=0.0)
+        if F.INTERPOLATED:
+            score -= origin
+            count += weight
+        total += weight * score
+    if F.INTERPOLATED:
+        total += origin * count
+    return total
+
+
+@triton.jit
+def block_sort_keys(scores, c, end, window_end, F: tl.constexpr):
+    """Distinct integers in the order of the scores of blocks c; NO_KEY of blocks that are no
+    candidates INITIAL .. end - 1."""
+    is_candidate = (c >= F.INITIAL) & (c < end)
+    clamped = tl.where(is_candidate, c, F.INITIAL)
+    score = block_scores(scores, clamped, window_end, F)
+    return tl.where(is_candidate, sort_keys(score, c), NO_KEY)
+
+
+# the reduction
+
+
+@triton.jit
+def max_of_three(a, b, c, x, y, z):
+    return tl.maximum(a, x), tl.maximum(b, y), tl.maximum(c, z)
+
+
+@triton.jit
+def sum_of_three(a, b, c, x, y, z):
+    return a + x, b + y, c + z
+
+
+@triton.jit
+def masked_exp2(x, m):
+    """2^(x - m); 0 where x is -inf."""
+    return tl.exp2(x - tl.where(m == NO_SCORE, 0.0, m))
+
+
+@triton.jit
+def divide_nonzero(gate, total):
+    """gate / total; the gate itself if the total is 0."""
+    return gate / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def partial_weights(
+    lse, is_cmp, is_sel, is_win, g_cmp, g_sel, g_win, sinks, head, H, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Weights [M, N] of N partial results in the gated sum of the three branches, for M rows.
+
+    A partial result belongs to branches `is_cmp`, `is_sel` and `is_win` [1, N]. Its weight is the
+    sum over these of its fraction of the branch's softmax denominator, times the branch's gate
+    [M, 1]. The maxima of the three branches share one reduction, and so do the sums: each
+    reduction synchronizes the threads."""
+    cmp = tl.where(is_cmp, lse, NO_SCORE)
+    sel = tl.where(is_sel, lse, NO_SCORE)
+    win = tl.where(is_win, lse, NO_SCORE)
+    m_cmp, m_sel, m_win = tl.reduce((cmp, sel, win), 1, max_of_three, keep_dims=True)
+    if SINKS:
+        s_cmp = load_sinks(sinks, head)
+        s_sel = load_sinks(sinks, H + head)
+        s_win = load_sinks(sinks, 2 * H + head)
+        m_cmp, m_sel = tl.maximum(m_cmp, s_cmp), tl.maximum(m_sel, s_sel)
+        m_win = tl.maximum(m_win, s_win)
+    cmp, sel, win = masked_exp2(cmp, m_cmp), masked_exp2(sel, m_sel), masked_exp2(win, m_win)
+    l_cmp, l_sel, l_win = tl.reduce((cmp, sel, win), 1, sum_of_three, keep_dims=True)
+    if SINKS:
+        l_cmp += masked_exp2(s_cmp, m_cmp)
+        l_sel += masked_exp2(s_sel, m_sel)
+        l_win += masked_exp2(s_win, m_win)
+    weight = cmp * divide_nonzero(g_cmp, l_cmp) + sel * divide_nonzero(g_sel, l_sel)
+    return weight + win * divide_nonzero(g_win, l_win)
+
+
+@triton.jit
+def load_gates(call, b, t, head, valid, ONE_SOFTMAX: tl.constexpr):
+    """Gates [M, 1] of the three branches; of one softmax 1 for the selected branch alone."""
+    if ONE_SOFTMAX:
+        g_sel = tl.full([head.shape[0], 1], 1.0, tl.float32)
+        g_cmp = g_sel * 0.0
+        g_win = g_cmp
+    else:
+        gate = call.gates.ptr + b * call.gates.b + t * call.gates.t + head * call.gates.h
+        g_cmp = tl.load(gate, mask=valid, other=0.0).to(tl.float32)
+        g_sel = tl.load(gate + call.gates.branch, mask=valid, other=0.0).to(tl.float32)
+        g_win = tl.load(gate + 2 * call.gates.branch, mask=valid, other=0.0).to(tl.float32)
+    return g_cmp, g_sel, g_win
+
+
+@triton.jit
+def reduce_partials(
+    call, partial_row, mask, is_cmp, is_sel, is_win, branch_gates, row, b, t, head, H, e, valid,
+    reduce_started, phase, F: tl.constexpr,
+):  # fmt: skip
+    """Reduce partial results to the output, `g_cmp cmp + g_sel sel + g_win win`.
+
+    Reads N partial results of M rows, `partial_row` [M, N], where `mask` [M, N], with the branches
+    that they belong to, [N]. Writes features e of rows `row` [M, 1] of `out`, zeros for tokens past
+    `counts`; nothing in phase 0. Returns how many programs had passed their waits before."""
+    g_cmp, g_sel, g_win = branch_gates
+    started_before = 0
+    # a partial result with an lse of -inf is uninitialized: its weight is 0
+    lse = tl.load(call.work.partial_lse + partial_row, mask=mask, other=NO_SCORE)
+    values = tl.load(
+        call.work.partial_out + partial_row[:, :, None] * F.E + e[None, None],
+        mask=mask[:, :, None] & (e < F.E)[None, None], other=0.0,
+    )  # fmt: skip
+    if phase == 1:
+        started_before = tl.atomic_add(reduce_started, 1, sem="relaxed")
+    weight = partial_weights(
+        lse, is_cmp[None], is_sel[None], is_win[None], g_cmp, g_sel, g_win, call.sinks, head, H,
+        F.SINKS,
+    )[:, :, None]  # fmt: skip
+    acc = tl.sum(tl.where(weight != 0.0, values * weight, 0.0), 1)
+    if F.HAS_COUNTS:
+        acc = tl.where(t < tl.load(call.cache.counts + b), acc, 0.0)
+    out_mask = valid & (e < F.E)[None] & (phase == 1)
+    out_ptr = call.out + row * F.E + e[None]
+    tl.store(out_ptr, acc.to(call.out.dtype.element_ty), mask=out_mask)
+    return started_before
+
+
+# launches
+
+
+# what a plan depends on besides the settings. `tokens` and `windows` are what the storage of one
+# sequence holds; 1 page, of size 0, without a page table. With `is_wide`, offsets within a sequence
+# need 64 bits
+Shape = namedtuple(
+    "Shape",
+    "B T H K D E tokens windows memory pages page_size tail_size dtype has_counts has_sinks "
+    "has_window one_softmax is_wide",
+)
+
+
+class Plan(NamedTuple):
+    """A launch, as plain data: heads and columns of `scores` and of `importances`, the shape of
+    `block_indices`, and the arguments besides the tensors."""
+
+    kernel: Any
+    programs: int
+    partials: int  # partial results of a row
+    scores: tuple[int, int]
+    importances: tuple[int, int] | None
+    block_indices: tuple[int, ...]
+    args: dict[str, Any]
+
+
+def shape_of(call: DecodeInputs) -> Shape:
+    pages = 1 if call.page_table is None else call.page_table.shape[1]
+    streams = [t for t in (call.k, call.v, call.ck, call.cv) if t is not None]
+    return Shape(
+        *call.q.shape[:3], call.k.shape[2], call.q.shape[3], call.v.shape[3],
+        call.k.shape[1] * pages, 0 if call.ck is None else call.ck.shape[1] * pages,
+        0 if call.mem_k is None else call.mem_k.shape[1], pages,
+        0 if call.page_table is None else call.k.shape[1],
+        0 if call.ranking is None else call.ranking.shape[2], call.q.dtype,
+        call.counts is not None, call.sinks is not None, call.window_k is not None,
+        call.branch_gates is None,
+        any(t.shape[1] * pages * t.stride(1) >= 1 << 31 for t in streams),
+    )  # fmt: skip
+
+
+def settings_of(shape: Shape, config: AttentionConfig, block_windows: int = 0) -> dict[str, Any]:
+    """The SETTINGS of a step; a stored score is that of `block_windows` windows, a whole block,
+    unless this is 0."""
+    s, w, local = config.selection_block_size, config.sliding_window_size, config.num_local_blocks
+    if shape.one_softmax:  # a window of the local blocks
+        w = max(0, local * s - 1)
+    n = config.num_selected_blocks if shape.windows else 0
+    ranks = shape.K if config.query_heads_share_selected_kv else shape.H
+    l, d = (s, s) if block_windows else (config.compress_block_size, config.d)
+    values = (
+        config.d, s, w, launch.padded(s), n, config.num_initial_blocks, local,
+        config.selection_stride, n > 0 and config.importance == "probs", shape.H // shape.K,
+        ranks // shape.K, shape.D, launch.padded(shape.D), shape.E, launch.padded(shape.E),
+        config.soft_cap is not None, shape.has_sinks, shape.has_counts, shape.page_size,
+        shape.page_size // config.d, l, d, max(1, local), config.interpolated_importance_score,
+    )  # fmt: skip
+    return dict(zip(SETTINGS.split(), values, strict=True))
+
+
+def cache_arguments(lengths: Tensor, counts: Tensor | None, page_table: Tensor | None) -> Cache:
+    counts = lengths if counts is None else counts
+    if page_table is None:
+        return Cache(lengths, counts, lengths, 0)
+    return Cache(lengths, counts, page_table, page_table.stride(0))
+
+
+def tensor_arguments(
+    call: DecodeInputs, plan: Plan, config: AttentionConfig, out: Tensor
+) -> dict[str, Any]:
+    """The TENSORS of a step, with what its programs exchange."""
+    (B, T, H, D), (K, E) = call.q.shape, call.v.shape[2:]
+    partial_out = call.q.new_empty(plan.partials, B, T, H, E, dtype=torch.float32)
+    scores = partial_out.new_empty(B, T, *plan.scores)
+    block_indices = call.counters.new_empty(plan.block_indices)
+    work = Workspace(
+        scores, partial_out.new_empty(B, T, *plan.importances) if plan.importances else scores,
+        block_indices,
+        block_indices if call.ranking is None else call.ranking, partial_out,
+        partial_out.new_empty(plan.partials, B, T, H), call.counters,
+    )  # fmt: skip
+    ck = call.k[:, :0] if call.ck is None else call.ck
+    cv = ck if call.cv is None else call.cv
+    streams = (
+        call.q if call.cq is None else call.cq, call.q, call.k, call.v,
+        call.k if call.window_k is None else call.window_k,
+        call.v if call.window_v is None else call.window_v, ck, cv,
+    )  # fmt: skip
+    memory = (Strided(ck, 0, 0, 0), Strided(cv, 0, 0, 0))
+    if call.mem_k is not None and call.mem_v is not None:
+        memory = tuple(Strided(t, 0, t.stride(1), t.stride(0)) for t in (call.mem_k, call.mem_v))
+    gates = Gates(call.q, 0, 0, 0, 0)
+    if call.branch_gates is not None:
+        gates = Gates(call.branch_gates, *call.branch_gates.stride())
+    sinks = call.counters if call.sinks is None else call.sinks.float().expand(3, -1).contiguous()
+    values = (
+        *map(launch.strided, streams), *memory, gates, sinks,
+        cache_arguments(call.lengths, call.counts, call.page_table), work, out,
+        Heads(H, K, K if config.query_heads_share_selected_kv else H),
+        config.scale_of(D) * launch.LOG2_E, launch.cap(config.soft_cap),
+    )  # fmt: skip
+    return dict(zip(TENSORS.split(), values, strict=True))
