@@ -34,11 +34,9 @@ from ..common.tile_configs import MAX_COLUMN_N
 from ..topk.topn import (
     NO_BLOCK,
     NO_KEY,
-    NO_ORDER,
     NO_SCORE,
     finish,
     fold,
-    ordered_bits,
     permute_blocks,
     start,
 )
@@ -242,52 +240,6 @@ def window_probabilities(call, ready, producers, split, b, r, t, F: tl.constexpr
 
 
 @triton.jit
-def merge_by_warps(candidates, TOPN: tl.constexpr, PADDED_TOPN: tl.constexpr):
-    """`topn.merge_columns` of one row: the TOPN best blocks [1, PADDED_TOPN], and whether a column
-    may have dropped one of them.
-
-    Each warp merges its 32 sorted columns into one of TOPN blocks. The position of a block in the
-    result is the number of better blocks in the columns of all warps."""
-    scores, blocks, lost = candidates
-    DEPTH: tl.constexpr = len(scores)
-    WARPS: tl.constexpr = lost.shape[1] // 32
-    score_order = ()
-    block_ids = ()
-    for depth in tl.static_range(DEPTH):
-        score_order += (tl.reshape(ordered_bits(scores[depth]), [WARPS, 32]),)
-        block_ids += (tl.reshape(blocks[depth], [WARPS, 32]),)
-    slot = tl.arange(0, PADDED_TOPN)
-    warp_order = tl.full([WARPS, PADDED_TOPN], NO_ORDER, tl.int32)
-    warp_block = tl.full([WARPS, PADDED_TOPN], NO_BLOCK, tl.int32)
-    for j in range(TOPN):
-        best_order = tl.max(score_order[0], 1)
-        c = tl.min(tl.where(score_order[0] == best_order[:, None], block_ids[0], NO_BLOCK), 1)
-        warp_order = tl.where(slot[None] == j, best_order[:, None], warp_order)
-        warp_block = tl.where(slot[None] == j, c[:, None], warp_block)
-        is_taken = block_ids[0] == c[:, None]
-        new_orders = ()
-        new_block_ids = ()
-        for depth in tl.static_range(1, DEPTH):
-            new_orders += (tl.where(is_taken, score_order[depth], score_order[depth - 1]),)
-            new_block_ids += (tl.where(is_taken, block_ids[depth], block_ids[depth - 1]),)
-        new_orders += (tl.where(is_taken, NO_ORDER, score_order[DEPTH - 1]),)
-        new_block_ids += (tl.where(is_taken, NO_BLOCK, block_ids[DEPTH - 1]),)
-        score_order, block_ids = new_orders, new_block_ids
-    order = tl.reshape(warp_order, [WARPS * PADDED_TOPN])
-    warp_block = tl.reshape(warp_block, [WARPS * PADDED_TOPN])
-    better = order[None] > order[:, None]
-    better |= (order[None] == order[:, None]) & (warp_block[None] < warp_block[:, None])
-    position = tl.sum(better.to(tl.int32), 1)
-    is_position = (position[None] == slot[:, None]) & (warp_block[None] != NO_BLOCK)
-    ranking = tl.min(tl.where(is_position, warp_block[None], NO_BLOCK), 1)
-    # the n-th best; a column that dropped a block at least as good may have dropped a top-n block
-    nth = tl.max(tl.where(position == TOPN - 1, order, NO_ORDER), 0)
-    nth = tl.where(tl.sum((warp_block != NO_BLOCK).to(tl.int32), 0) >= TOPN, nth, NO_ORDER)
-    missed = (ordered_bits(lost) >= nth) & (lost > NO_SCORE)
-    return ranking[None], tl.max(tl.max(missed.to(tl.int32), 1), 0)
-
-
-@triton.jit
 def best_blocks(
     scores, end, window_end, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, F: tl.constexpr,
@@ -306,11 +258,7 @@ def best_blocks(
         for i in tl.static_range(CHUNKS):
             c = permute_blocks(c0 + i * BLOCK_N + tl.arange(0, BLOCK_N), COLUMNS)
             candidates = fold(candidates, tiles[i], c, COLUMNS)
-    if COLUMNS > 0:
-        ranking, missed = merge_by_warps(candidates, F.TOPN, F.PADDED_TOPN)
-    else:
-        ranking, missed = finish(candidates, F.TOPN, F.PADDED_TOPN, COLUMNS)
-    return ranking, missed
+    return finish(candidates, F.TOPN, F.PADDED_TOPN, COLUMNS)
 
 
 @triton.jit
