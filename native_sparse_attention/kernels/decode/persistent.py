@@ -5,7 +5,7 @@ One launch runs all stages of a decode step. Each program runs one stage, chosen
     compressed_split        attention of the compressed branch over one split of the windows, and
                             the scores of the windows
     window_probabilities    softmax probabilities of the windows, with importance="probs"
-    rank_blocks             the top-n blocks of a token; or rank_blocks_split, several programs
+    rank_blocks             the top-n blocks of a token, by one program or by several
     block_split             attention of the window or the selected branch over one split of blocks
     reduce_and_combine      reduction of the partial results, weighted by the gates
 
@@ -271,16 +271,46 @@ def write_block_indices(ranking, call, row, tail_slot, tail_topn, F: tl.constexp
 
 
 @triton.jit
-def rank_blocks(scores, call, ready, producers, b, r, t, F: tl.constexpr):
-    """Rank the blocks of token t for ranking head r. If the token leads its group, the program
-    writes the top-n blocks for all tokens of the group to `block_indices` and the ranking tail. If
-    the leader precedes the new tokens, it copies the leader's ranking from the tail."""
+def count_better(token_scores, call, row, all_end, window_end, split, phase, F: tl.constexpr):
+    """Write those of RANK_SPLIT_BLOCKS blocks that are among the top n. The number of better blocks
+    is a block's position in the ranking."""
+    CHUNKS: tl.constexpr = F.RANK_SPLIT_CHUNKS
+    COMPARED: tl.constexpr = F.RANK_COMPARED
+    c = split * F.RANK_SPLIT_BLOCKS + tl.arange(0, F.RANK_SPLIT_BLOCKS)
+    slot = tl.arange(0, F.PADDED_TOPN)
+    end = tl.where(phase == 1, all_end, 0)
+    split_keys, rounds = tl.full([F.RANK_SPLIT_BLOCKS], NO_KEY, tl.int64), 1
+    # a loop of one iteration: the compiler computes the result of a `while` once, and not again for
+    # each layout in which it is used
+    while rounds > 0:
+        split_keys = block_sort_keys(token_scores, c, end, window_end, F)
+        rounds -= 1
+    better = tl.full([F.RANK_SPLIT_BLOCKS], 0, tl.int32)
+    for c0 in range(0, tl.maximum(end, 1), CHUNKS * COMPARED):
+        chunks = ()
+        for i in tl.static_range(CHUNKS):
+            peers = c0 + i * COMPARED + tl.arange(0, COMPARED)
+            chunks += (block_sort_keys(token_scores, peers, end, window_end, F),)
+        for i in tl.static_range(CHUNKS):
+            better += tl.sum((chunks[i][:, None] > split_keys[None]).to(tl.int32), 0)
+    is_best = (c >= F.INITIAL) & (c < end) & (better < F.TOPN)
+    tl.store(call.work.block_indices + row * F.TOPN + better, c, mask=is_best)
+    if split == 0:
+        is_empty = (slot >= end - F.INITIAL) & (slot < F.TOPN) & (phase == 1)
+        tl.store(call.work.block_indices + row * F.TOPN + slot, -1, mask=is_empty)
+
+
+@triton.jit
+def rank_blocks(scores, call, ready, producers, split, b, r, t, F: tl.constexpr):
+    """Rank the blocks of token t for ranking head r; with RANK_SPLIT_BLOCKS, so many of them
+    against all. If the token leads its group, the program writes the top-n blocks for all tokens of
+    the group to `block_indices` and the ranking tail. If the leader precedes the new tokens, it
+    copies the leader's ranking from the tail."""
     MODULO: tl.constexpr = F.TAIL_SIZE if F.TAIL_SIZE > 0 else 1
     length = tl.load(call.cache.lengths + b).to(tl.int32)
     count = tl.load(call.cache.counts + b).to(tl.int32) if F.HAS_COUNTS else call.T
-    position = length + t
+    row, position = (b * call.T + t) * call.heads.RANKS + r, length + t
     tail_row = (b * call.heads.RANKS + r) * F.TAIL_SIZE
-    row = (b * call.T + t) * call.heads.RANKS + r
     leader = position // F.STRIDE * F.STRIDE
     if (leader == position) & (t < count):
         window_end = tl.minimum(position // F.PITCH, call.SCORE_COLUMNS)
@@ -289,68 +319,31 @@ def rank_blocks(scores, call, ready, producers, b, r, t, F: tl.constexpr):
         for phase in range(first_phase(ready, producers, F.WARMUP), 2):
             if phase == 1:
                 wait(ready, producers)
-            ranking, missed = best_blocks(
-                token_scores, tl.where(phase == 1, end, tl.minimum(end, F.INITIAL + 1)), window_end,
-                F.RANK_CHUNKS, F.RANK_N, F.RANK_COLUMNS, F.RANK_DEPTH, F,
-            )  # fmt: skip
-            if F.RANK_DEPTH < F.TOPN and F.RANK_COLUMNS > 0:  # noqa: SIM102
-                if missed > 0:
-                    ranking, missed = best_blocks(
-                        token_scores, end, window_end, 1, F.RANK_MERGE_N, 0, 0, F
-                    )
-            ranking = tl.reshape(tl.where(ranking == NO_BLOCK, -1, ranking), [F.PADDED_TOPN])
-            for j in range(F.STRIDE):
-                if (t + j < call.T) & (phase == 1):
-                    out_row = row + j * call.heads.RANKS
-                    tail_slot = tail_row + (position + j) % MODULO
-                    tail_topn = tl.where(t + j < count, F.TOPN, 0)
-                    write_block_indices(ranking, call, out_row, tail_slot, tail_topn, F)
+            if F.RANK_SPLIT_BLOCKS > 0:
+                count_better(token_scores, call, row, end, window_end, split, phase, F)
+            else:
+                ranking, missed = best_blocks(
+                    token_scores, tl.where(phase == 1, end, tl.minimum(end, F.INITIAL + 1)),
+                    window_end, F.RANK_CHUNKS, F.RANK_N, F.RANK_COLUMNS, F.RANK_DEPTH, F,
+                )  # fmt: skip
+                if F.RANK_DEPTH < F.TOPN and F.RANK_COLUMNS > 0:  # noqa: SIM102
+                    if missed > 0:
+                        ranking, missed = best_blocks(
+                            token_scores, end, window_end, 1, F.RANK_MERGE_N, 0, 0, F
+                        )
+                ranking = tl.reshape(tl.where(ranking == NO_BLOCK, -1, ranking), [F.PADDED_TOPN])
+                for j in range(F.STRIDE):
+                    if (t + j < call.T) & (phase == 1):
+                        out_row = row + j * call.heads.RANKS
+                        tail_slot = tail_row + (position + j) % MODULO
+                        tail_topn = tl.where(t + j < count, F.TOPN, 0)
+                        write_block_indices(ranking, call, out_row, tail_slot, tail_topn, F)
     elif (leader < length) & (t < count):
         slot = tl.arange(0, F.PADDED_TOPN)
         leader_ptr = call.work.ranking_tail + (tail_row + (length - 1) % MODULO) * F.TOPN + slot
         ranking = tl.load(leader_ptr, mask=slot < F.TOPN, other=-1)
         tail_slot = tail_row + position % MODULO
         write_block_indices(ranking, call, row, tail_slot, F.TOPN, F)
-
-
-@triton.jit
-def rank_blocks_split(scores, call, ready, producers, split, b, r, t, F: tl.constexpr):
-    """Rank RANK_SPLIT_BLOCKS blocks against all blocks, for token t and ranking head r. The number
-    of better blocks is a block's position in the ranking; those below n are written."""
-    CHUNKS: tl.constexpr = F.RANK_SPLIT_CHUNKS
-    COMPARED: tl.constexpr = F.RANK_COMPARED
-    length = tl.load(call.cache.lengths + b).to(tl.int32)
-    count = tl.load(call.cache.counts + b).to(tl.int32) if F.HAS_COUNTS else call.T
-    row, position = (b * call.T + t) * call.heads.RANKS + r, length + t
-    if t < count:
-        window_end = tl.minimum(position // F.PITCH, call.SCORE_COLUMNS)
-        token_scores = scores + row * call.SCORE_COLUMNS
-        all_end = candidates_end(position, NEVER, F.RANKED_LOCAL, F.PITCH, F.s, True)
-        c = split * F.RANK_SPLIT_BLOCKS + tl.arange(0, F.RANK_SPLIT_BLOCKS)
-        slot = tl.arange(0, F.PADDED_TOPN)
-        for phase in range(first_phase(ready, producers, F.WARMUP), 2):
-            if phase == 1:
-                wait(ready, producers)
-            end = tl.where(phase == 1, all_end, 0)
-            split_keys, rounds = tl.full([F.RANK_SPLIT_BLOCKS], NO_KEY, tl.int64), 1
-            # a loop of one iteration: the compiler computes the result of a `while` once, and not
-            # again for each layout in which it is used
-            while rounds > 0:
-                split_keys = block_sort_keys(token_scores, c, end, window_end, F)
-                rounds -= 1
-            better = tl.full([F.RANK_SPLIT_BLOCKS], 0, tl.int32)
-            for c0 in range(0, tl.maximum(end, 1), CHUNKS * COMPARED):
-                chunks = ()
-                for i in tl.static_range(CHUNKS):
-                    peers = c0 + i * COMPARED + tl.arange(0, COMPARED)
-                    chunks += (block_sort_keys(token_scores, peers, end, window_end, F),)
-                for i in tl.static_range(CHUNKS):
-                    better += tl.sum((chunks[i][:, None] > split_keys[None]).to(tl.int32), 0)
-            is_best = (c >= F.INITIAL) & (c < end) & (better < F.TOPN)
-            tl.store(call.work.block_indices + row * F.TOPN + better, c, mask=is_best)
-            if split == 0:
-                is_empty = (slot >= end - F.INITIAL) & (slot < F.TOPN) & (phase == 1)
-                tl.store(call.work.block_indices + row * F.TOPN + slot, -1, mask=is_empty)
 
 
 # KV blocks
@@ -458,15 +451,11 @@ def block_split(call, ready, producers, split, b, r, t, F: tl.constexpr):
 
 
 @triton.jit
-def split_of(program, splits):
-    """The split of a program, and the index of its work tile."""
-    return program % splits, program // splits
-
-
-@triton.jit
-def token_index(token, T, RANKS):
-    """Sequence, ranking head and new token of work tile `token`."""
-    return (token // T // RANKS).to(tl.int64), (token // T % RANKS).to(tl.int64), token % T
+def split_and_token(program, splits, T, RANKS):
+    """Of a program of `splits` for each token: its split, and sequence, ranking head and token."""
+    token = program // splits
+    b, r = (token // T // RANKS).to(tl.int64), (token // T % RANKS).to(tl.int64)
+    return program % splits, b, r, token % T
 
 
 @triton.jit
@@ -536,8 +525,7 @@ def nsa_decode_persistent(
         arrive(barriers + SCORES_DONE)
     elif program < probabilities_end:
         if F.PROBS:
-            split, token = split_of(program - compressed_end, PROB_SPLITS)
-            b, r, t = token_index(token, T, RANKS)
+            split, b, r, t = split_and_token(program - compressed_end, PROB_SPLITS, T, RANKS)
             barriers = counters + (b * K + r // RANKS_PER_KV) * COUNTERS
             window_probabilities(
                 call, barriers + SCORES_DONE, TILES * CMP_SPLITS, split, b, r, t, F
@@ -547,10 +535,9 @@ def nsa_decode_persistent(
         is_early = program < window_splits_end
         splits = tl.where(is_early, RANK_PROGRAMS + WINDOW_SPLITS, SELECTED_SPLITS)
         first_program = tl.where(is_early, probabilities_end, window_splits_end)
-        stage_split, token = split_of(program - first_program, splits)
+        stage_split, b, r, t = split_and_token(program - first_program, splits, T, RANKS)
         # negative for programs that rank; window splits come before selected ones
         split = stage_split + tl.where(is_early, -RANK_PROGRAMS, WINDOW_SPLITS)
-        b, r, t = token_index(token, T, RANKS)
         barriers = counters + (b * K + r // RANKS_PER_KV) * COUNTERS
         if F.TOPN > 0:  # noqa: SIM102
             if split < 0:
@@ -559,17 +546,15 @@ def nsa_decode_persistent(
                 if F.PROBS:
                     scores, ready = call.work.importances, barriers + PROBS_DONE
                     producers = PROB_SPLITS * T * RANKS_PER_KV
-                if F.RANK_SPLIT_BLOCKS > 0:
-                    rank_blocks_split(scores, call, ready, producers, stage_split, b, r, t, F)
-                else:
-                    rank_blocks(scores, call, ready, producers, b, r, t, F)
+                rank_blocks(scores, call, ready, producers, stage_split, b, r, t, F)
                 arrive(barriers + RANKING_DONE)
         if split >= 0:
             producers = RANK_PROGRAMS * T * RANKS_PER_KV
             block_split(call, barriers + RANKING_DONE, producers, split, b, r, t, F)
             arrive(barriers + BLOCKS_DONE)
     else:
-        reduce_tile, kv_index = split_of(program - selected_splits_end, REDUCE_PROGRAMS)
+        reduce_program = program - selected_splits_end
+        reduce_tile, kv_index = reduce_program % REDUCE_PROGRAMS, reduce_program // REDUCE_PROGRAMS
         b, h = (kv_index // K).to(tl.int64), kv_index % K
         barriers = counters + kv_index * COUNTERS
         if F.TOPN == 0:
@@ -591,7 +576,7 @@ TARGET_PROGRAMS, MAX_SPLITS = 396, 64
 # multiprocessor (the last ones to start would have to wait anyway); and the most programs of a
 # launch in which several programs rank the blocks of a token
 MAX_RESIDENT, MAX_RESIDENT_RANKING = 340, 290
-# `rank_blocks_split`: blocks per program (least, most), blocks that they are compared with at once,
+# `count_better`: blocks per program (least, most), blocks that they are compared with at once,
 # and the most such chunks that are loaded together
 RANK_SPLIT_BLOCKS, RANK_COMPARED, RANK_SPLIT_CHUNKS = (16, 32), 256, 4
 # `rank_blocks`: blocks of a chunk, each in a sorted column of this depth; blocks where columns are
@@ -621,19 +606,6 @@ def block_splits(
     split_blocks = cdiv(blocks, num_splits(programs, blocks))
     split_blocks = cdiv(max(1, split_blocks, min_blocks), blocks_per_tile) * blocks_per_tile
     return split_blocks, cdiv(blocks, split_blocks)
-
-
-def plan_ranking(blocks: int, tokens: int, free: int, config: AttentionConfig) -> tuple[int, int]:
-    """Programs that rank the blocks of one token, and the blocks of each.
-
-    (1, 0): one program ranks all blocks (`rank_blocks`), because there are not enough `free`
-    programs or the selection stride is above 1."""
-    min_blocks, most = RANK_SPLIT_BLOCKS
-    programs = min(cdiv(blocks, min_blocks), 1 + max(0, free) // tokens)
-    ranked = max(min_blocks, next_power_of_2(cdiv(blocks, programs)))
-    if programs == 1 or ranked > most or config.selection_stride > 1:
-        return 1, 0
-    return cdiv(blocks, ranked), ranked
 
 
 @functools.lru_cache(maxsize=256)
@@ -686,11 +658,16 @@ def plan(shape: Shape, config: AttentionConfig) -> Plan:
     programs = B * K * (cmp * tiles + reduce_programs)
     programs += tokens * (prob_splits + (n > 0) + window + num_selected)
     warmup = programs <= MAX_RESIDENT
-    blocks, rank_programs, rank_split_blocks = cdiv(shape.tokens, s), 0, 0
-    if n:
-        free = MAX_RESIDENT_RANKING - programs
-        rank_programs, rank_split_blocks = plan_ranking(blocks, tokens, free, config)
-        programs += tokens * (rank_programs - 1)
+    # several programs rank a token's blocks where there is room for them
+    blocks, rank_programs, rank_split_blocks = cdiv(shape.tokens, s), min(n, 1), 0
+    if n and config.selection_stride == 1:
+        min_blocks, most = RANK_SPLIT_BLOCKS
+        free = max(0, MAX_RESIDENT_RANKING - programs)
+        split_programs = min(cdiv(blocks, min_blocks), 1 + free // tokens)
+        ranked = max(min_blocks, next_power_of_2(cdiv(blocks, split_programs)))
+        if split_programs > 1 and ranked <= most:
+            rank_programs, rank_split_blocks = cdiv(blocks, ranked), ranked
+            programs += tokens * (rank_programs - 1)
     merge_n, is_sorted = max(RANK_MERGE_N, next_power_of_2(n)), n <= MAX_COLUMN_N
     # 1 where the kernel does not read it: another value would compile it again
     compared, rank_chunks = 1, 1
