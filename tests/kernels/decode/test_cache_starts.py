@@ -12,27 +12,22 @@ from tests.helpers.budget import DEVICE
 pytestmark = pytest.mark.kernels
 
 HELD = [3, 0, 8, 5] * 50  # more than one program
+TOO_MANY = {
+    "full": ([*HELD[:199], 9], None),
+    "more than there are": ([0, 0], [2, 5]),
+    "negative": ([5, 5], [2, -1]),
+}
 
 
-def starts(lengths, counts, new=4, most=12):
+def starts(lengths, counts):
     counts = None if counts is None else torch.tensor(counts, device=DEVICE)
-    lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    return kv_cache.starts(lengths, counts, new, most)
+    return kv_cache.starts(torch.tensor(lengths, device=DEVICE).int(), counts, 4, 12)
 
 
 @pytest.mark.parametrize("counts", [None, [4, 0, 4, 1] * 50])
 def test_lengths_of_new_tokens_that_fit(counts):
-    found = starts(HELD, counts)
-    assert found.dtype == torch.int64 and found.tolist() == HELD
-    assert starts([], None if counts is None else []).tolist() == []
-
-
-TOO_MANY = {
-    "full": ([*HELD[:199], 9], None),
-    "full, counts": ([*HELD[:199], 9], [0] * 199 + [4]),
-    "more than there are": ([0, 0], [2, 5]),
-    "negative": ([5, 5], [2, -1]),
-}
+    int64 = starts(HELD, counts)
+    assert int64.dtype == torch.int64 and int64.tolist() == HELD
 
 
 @pytest.mark.gpu

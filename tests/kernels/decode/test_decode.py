@@ -2,7 +2,6 @@
 layer makes of whole sequences."""
 
 import copy
-import importlib.util
 
 import pytest
 import torch
@@ -89,49 +88,42 @@ def assert_right(dtype, counts=None, **changed):
     assert not rings or torch.equal(*rings[:2])
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def fresh_plans():
-    """Plans are cached by shape: tests that change limits plan anew."""
-    if importlib.util.find_spec("triton") is None:
-        yield
-        return
+    """Plans are cached by shape: a test that changes limits plans anew, and leaves no plan."""
     from native_sparse_attention.kernels.decode import persistent, read_all
 
-    for module in (persistent, read_all):
-        module.plan.cache_clear()
+    def clear():
+        persistent.plan.cache_clear()
+        read_all.plan.cache_clear()
+
+    clear()
     yield
-    for module in (persistent, read_all):
-        module.plan.cache_clear()
+    clear()
 
 
 ONE = dict(branches=("selected",), memory=0)
 TOKENS = dict(importance="max", compress_block_size=1, compress_block_sliding_stride=1)
 CASES = {
     "plain": {},
-    "one token, probs": dict(T=1, importance="probs"),
+    "probs": dict(T=1, importance="probs", query_heads_share_selected_kv=False),
     "interpolated, one head": dict(interpolated_importance_score=True, heads=(1, 1, 16, 16)),
-    "own rankings": dict(query_heads_share_selected_kv=False, T=1),
-    "own rankings, probs": dict(query_heads_share_selected_kv=False, importance="probs", T=1),
+    "own rankings": dict(query_heads_share_selected_kv=False, T=1, lengths=(0, 3)),
     "rankings of groups": dict(selection_stride=4, T=7, counts=(7, 3)),
     "window of its own": dict(window=True, heads=(2, 2, 16, 24)),
-    "pages": dict(page=16),
     "pages, probs, cap, sinks": dict(
         page=8, window=True, T=3, importance="probs", soft_cap=2.0, sinks=True, heads=(4, 2, 16, 16)
     ),
     "forced blocks": dict(heads=(3, 1, 24, 16), num_initial_blocks=1, num_local_blocks=2),
-    "wide window": dict(
+    "wide window, pages": dict(
         num_initial_blocks=1, num_local_blocks=2, sliding_window_size=29, page=16, counts=(2, 1)
     ),
+    "narrow window": dict(sliding_window_size=2, num_local_blocks=3, sinks=True),
     "nothing to select": dict(num_selected_blocks=0, memory=0, T=1),
-    "d > s": dict(
-        compress_block_size=12, compress_block_sliding_stride=12, selection_block_size=4, N=60
-    ),
     "interpolated, d > s": dict(
         compress_block_size=24, compress_block_sliding_stride=24, selection_block_size=4, N=60,
         interpolated_importance_score=True, heads=(6, 2, 24, 16),
     ),
-    "short rows": dict(lengths=(0, 3)),
-    "narrow window": dict(sliding_window_size=2, num_local_blocks=3, sinks=True),
     "no local block": dict(num_local_blocks=0, scale=-0.4),
     "a long list": dict(
         num_selected_blocks=20, selection_block_size=4, compress_block_sliding_stride=2,
@@ -141,42 +133,21 @@ CASES = {
         num_selected_blocks=40, num_initial_blocks=1, num_local_blocks=2
     ),
     "largest": dict(importance="max", num_selected_blocks=2, sinks=True),
-    "one softmax": ONE,
     "one softmax, pages, sinks": dict(ONE, page=16, sinks=True, soft_cap=2.0, T=1),
-    "one softmax, tokens": dict(ONE, **TOKENS, heads=(6, 2, 16, 16)),
     "one softmax, tokens, pages": dict(ONE, **TOKENS, page=8, T=3, counts=(3, 1)),
     "one softmax, own rankings": dict(
-        ONE, **TOKENS, query_heads_share_selected_kv=False, heads=(4, 2, 16, 16)
+        ONE, **TOKENS, query_heads_share_selected_kv=False, heads=(4, 2, 16, 16), lengths=(0, 3)
     ),
     "one softmax, rankings of groups": dict(
-        ONE, **TOKENS, selection_stride=4, T=7, counts=(7, 3)
+        ONE, **TOKENS, selection_stride=4, T=7, counts=(7, 3), integers=torch.int64
     ),
-    "one softmax, forced blocks": dict(ONE, num_initial_blocks=1, num_local_blocks=3, T=1),
     "one softmax, no local block": dict(ONE, num_local_blocks=0, scale=-0.4),
     "one softmax, nothing to select": dict(ONE, num_selected_blocks=0, num_local_blocks=2),
     "one softmax, d > s": dict(
         ONE, importance="max", compress_block_size=12, compress_block_sliding_stride=12,
-        selection_block_size=4, N=60,
+        selection_block_size=4, N=60, num_initial_blocks=1, num_local_blocks=3,
     ),
-    "one softmax, short rows": dict(ONE, **TOKENS, lengths=(0, 3)),
-    "one softmax, int64 lengths": dict(ONE, **TOKENS, integers=torch.int64, counts=(1, 2)),
 }  # fmt: skip
-
-
-@kernels
-@pytest.mark.slow(one_of=4)
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of unwritten memory
-@pytest.mark.parametrize(
-    "name", ["q", "k", "v", "ck", "cv", "cq", "mem_k", "mem_v", "window_k", "window_v"]
-)
-def test_rows_that_are_strided(name):
-    """Whose features do not follow each other in memory."""
-    tensors, settings = problem(torch.float32, lengths=(43, 5), memory=2, window=True)
-    expected = decode_attention(**tensors, **settings, backend="triton")
-    tensors[name] = torch.stack([tensors[name], torch.zeros_like(tensors[name])], -1)[..., 0]
-    assert tensors[name].stride(-1) == 2
-    found = decode_attention(**tensors, **settings, backend="triton")
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("branches", [("selected",), ("window",)])
@@ -214,23 +185,10 @@ FORMS = {
 @kernels
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("form", FORMS)
-def test_kernels(form, case, monkeypatch):
+def test_kernels(form, case, monkeypatch, fresh_plans):
     for name, value in FORMS[form].items():
         monkeypatch.setattr(f"native_sparse_attention.kernels.decode.{name}", value)
     assert_right(torch.float32, **CASES[case])
-
-
-@kernels
-def test_counters_are_left_as_they_were():
-    importance = "probs" if CUDA else "logits"
-    tensors, settings = problem(torch.float32, T=1, importance=importance, lengths=(38, 5))
-    counters = workspace(2, 1, DEVICE)
-    outs = [
-        decode_attention(**tensors, **settings, counters=given, backend="triton")
-        for given in (None, counters)
-    ]
-    assert torch.equal(*outs)
-    assert not counters.any()
 
 
 @kernels
@@ -265,16 +223,18 @@ def test_operator(monkeypatch):
 
 
 @kernels
-def test_integers_that_are_not_contiguous():
-    """One length for all rows, expanded; counts and pages that are slices."""
-    tensors, settings = problem(torch.float32, lengths=(41, 41), page=32)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of unwritten memory
+def test_layouts_that_are_not_contiguous():
+    """Rows whose features do not follow each other in memory; one length for all rows, expanded;
+    counts and pages that are slices."""
+    tensors, settings = problem(torch.float32, lengths=(41, 41), page=32, window=True)
     settings["counts"] = torch.tensor([2, 1], device=DEVICE)
     expected = decode_attention(**tensors, **settings, backend="triton")
+    tensors = {name: t.repeat_interleave(2, -1)[..., ::2] for name, t in tensors.items()}
     settings["lengths"] = torch.tensor([41, 9], device=DEVICE)[:1].expand(2)
     settings["counts"] = torch.tensor([2, 2, 1, 2], device=DEVICE)[::2]
     settings["page_table"] = settings["page_table"].repeat_interleave(2, dim=1)[:, ::2]
-    out = decode_attention(**tensors, **settings, backend="triton")
-    assert torch.equal(out, expected)
+    assert torch.equal(decode_attention(**tensors, **settings, backend="triton"), expected)
 
 
 def caches(module, b, length):

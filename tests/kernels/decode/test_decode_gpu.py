@@ -17,27 +17,23 @@ WIDE = dict(
 )  # fmt: skip
 
 
+HEADS = [
+    (torch.bfloat16, (64, 4, 128, 128)), (torch.bfloat16, (6, 2, 80, 48)),
+    (torch.bfloat16, (8, 8, 64, 64)), (torch.float16, (5, 1, 256, 256)),
+    (torch.float16, (64, 1, 192, 128)), (torch.float32, (8, 2, 64, 64)),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("importance", ["logits", "probs"])
 @pytest.mark.parametrize("T", [1, 4, 16])
-@pytest.mark.parametrize(
-    "dtype, heads",
-    [(torch.bfloat16, (64, 4, 128, 128)), (torch.bfloat16, (6, 2, 80, 48)),
-     (torch.bfloat16, (8, 8, 64, 64)), (torch.float16, (5, 1, 256, 256)),
-     (torch.float16, (64, 1, 192, 128)), (torch.float32, (8, 2, 64, 64))],
-    ids=lambda value: str(value).replace("torch.", ""),
-)  # fmt: skip
+@pytest.mark.parametrize("dtype, heads", HEADS, ids=str)
 def test_heads_and_dtypes(dtype, heads, T, importance):
     assert_right(dtype, T=T, heads=heads, importance=importance, **WIDE)
     assert_right(dtype, T=T, heads=heads, importance=importance, page=256, sinks=True, **WIDE)
 
 
 @pytest.mark.parametrize("N, T", [(2048, 4), (4096, 1), (8192, 1), (16384, 1), (32768, 1)])
-@pytest.mark.parametrize(
-    "dtype, heads",
-    [(torch.bfloat16, (64, 4, 128, 128)), (torch.bfloat16, (6, 2, 80, 48)),
-     (torch.float16, (5, 1, 128, 64)), (torch.float32, (8, 2, 64, 64))],
-    ids=lambda value: str(value).replace("torch.", ""),
-)  # fmt: skip
+@pytest.mark.parametrize("dtype, heads", [HEADS[0], HEADS[1], HEADS[5]], ids=str)
 def test_heads_and_dtypes_of_short_rows(dtype, heads, N, T):
     """Of which every block is read, or several programs rank the blocks."""
     for length in (N - 64, N // 2 + 7, 3):
@@ -57,13 +53,12 @@ def test_programs_that_wait_for_one_another(importance, B):
     tensors, settings = problem(torch.float16, T=T, heads=(32, 2, 64, 64), **rows)
     streams = [torch.cuda.Stream() for _ in range(2)]
     counters = [workspace(B, 2, DEVICE) for _ in streams]
-    outs = []
+    call, outs = dict(**tensors, **settings, backend="triton"), []
     torch.cuda.synchronize()
     for _ in range(20):
-        for stream, own in zip(streams, counters):
+        for stream, zeros in zip(streams, counters):
             with torch.cuda.stream(stream):
-                out = decode_attention(**tensors, **settings, counters=own, backend="triton")
-                outs.append(out)
+                outs.append(decode_attention(**call, counters=zeros))
     torch.cuda.synchronize()
     assert all(torch.equal(out, outs[0]) for out in outs)
     few = {n: t[:3] for n, t in tensors.items() if n not in ("mem_k", "mem_v")}

@@ -82,8 +82,14 @@ def to_device(scores):
 
 
 @pytest.mark.slow(one_of=2)
-@pytest.mark.parametrize("columns, depth", [(0, 0), (8, 8), (32, 4), (64, 2)])
-@pytest.mark.parametrize("n, C", [(1, 200), (5, 64), (16, 3), (16, 200)])
+@pytest.mark.parametrize(
+    "n, C, columns, depth",
+    [(33, 150, 0, 0)] + [
+        (*size, *columns)
+        for size in ((1, 200), (5, 64), (16, 3), (16, 200))
+        for columns in ((0, 0), (8, 8), (32, 4), (64, 2))
+    ],
+)  # fmt: skip
 def test_n_best(n, C, columns, depth):
     for name, scores in patterns(C, columns).items():
         if not columns and name not in ("few values", "zeros of both signs", "some missing"):
@@ -97,14 +103,6 @@ def test_n_best(n, C, columns, depth):
         # lists that are full of equal scores hold the earliest
         if columns * depth >= 4 * n and name in ("equal", "descending", "none there"):
             assert not missed, name
-
-
-@pytest.mark.parametrize("n", [64, 33][: 1 + torch.cuda.is_available()])
-def test_long_rankings(n):
-    for name in ("random", "equal", "some missing"):
-        scores = to_device(patterns(150, 0)[name])
-        ranking, _ = ranked(scores, n, 0, 0)
-        torch.testing.assert_close(ranking, expected(scores, n))
 
 
 def test_a_list_that_lost_one_says_so():
