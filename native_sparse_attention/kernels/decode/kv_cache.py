@@ -24,10 +24,9 @@ from .step import cache_arguments
 def load_page(n, b, cache, PAGE_SIZE: tl.constexpr):
     """The pages that hold entries n of sequence b; b itself without pages."""
     if PAGE_SIZE == 0:
-        page = b
+        return b
     else:
-        page = tl.load(cache.page_table + b * cache.t_b + n // PAGE_SIZE).to(tl.int64)
-    return page
+        return tl.load(cache.page_table + b * cache.t_b + n // PAGE_SIZE).to(tl.int64)
 
 
 @triton.jit
@@ -49,8 +48,7 @@ def cache_offsets(n, b, stride_page, stride_slot, cache, PAGE_SIZE: tl.constexpr
 def nsa_kv_cache_starts(
     lengths, counts, starts, B, T, max_length, HAS_COUNTS: tl.constexpr, BLOCK_B: tl.constexpr
 ):  # fmt: skip
-    """One program: sequences. Writes their lengths in 64 bits, and asserts that their new tokens
-    fit."""
+    """One program: sequences. Writes their lengths in 64 bits and asserts that new tokens fit."""
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     length, count = tl.load(lengths + b, mask=b < B, other=0), T
     if HAS_COUNTS:
@@ -67,12 +65,9 @@ def nsa_kv_cache_append(
     EVERY: tl.constexpr, TAIL_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_COUNTS: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """Append new entries to two streams, or to their tails (TAIL_SIZE > 0).
-
-    One program owns the i-th new entry of one sequence and KV head. It reads the entry from `k` and
-    `v` [B K n D] and writes it to its slots in `k_cache` and `v_cache`. An entry covers EVERY
-    tokens; it is written only if the sequence holds all of them after the step.
-    """
+    """One program: the i-th new entry of one sequence and KV head, from `k` and `v` [B K n D] to
+    its slots in two streams, or in their tails (TAIL_SIZE > 0). An entry covers EVERY tokens; it is
+    written only if the sequence holds all of them after the step."""
     i, line, _entries, _lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     length, count = tl.load(cache.lengths + b), T
@@ -100,13 +95,10 @@ def nsa_kv_cache_windows(
     l: tl.constexpr, BLOCK_L: tl.constexpr, d: tl.constexpr, TAIL_SIZE: tl.constexpr,
     FLIPPED: tl.constexpr,
 ):  # fmt: skip
-    """Gather the compression windows that T new tokens may complete.
-
-    One program owns the i-th such window of one sequence and KV head. It reads the raw keys and
-    values of the window's l tokens, new ones from `k` and `v` [B K T D] and earlier ones from
-    `k_tail` and `v_tail`, and writes them to `k_out` and `v_out` [B K windows l D]. Tokens before
-    the first and after the last one are zeros.
-    """
+    """One program: the i-th window that T new tokens may complete, of one sequence and KV head.
+    Reads the raw keys and values of its l tokens, new ones from `k` and `v` [B K T D] and earlier
+    ones from the tails, and writes them to `k_out` and `v_out` [B K windows l D]. Tokens before the
+    first and after the last one are zeros."""
     i, line, windows, _lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     length = tl.load(lengths + b)
@@ -128,8 +120,7 @@ def nsa_kv_cache_windows(
 
 
 def starts(lengths: Tensor, counts: Tensor | None, tokens: int, max_length: int) -> Tensor:
-    """The lengths [B] in int64, after a device-side assertion that `counts` of `tokens` new ones
-    fit."""
+    """The lengths [B] in int64. The device asserts that `counts` of `tokens` new ones fit."""
     out, B = lengths.new_empty(lengths.shape, dtype=torch.int64), len(lengths)
     if B:
         launcher(nsa_kv_cache_starts, (cdiv(B, 128),))(

@@ -17,7 +17,7 @@ arrived.
 from __future__ import annotations
 
 import functools
-from collections import namedtuple
+from typing import Any
 
 import torch
 import triton
@@ -58,6 +58,7 @@ from .step import (
     shape_of,
     store_partial,
     tensor_arguments,
+    tuple_type,
     wait,
 )
 
@@ -78,10 +79,10 @@ NUMBERS = (
     "B T W MEMORY TILES CMP_SPLITS CMP_PARTIALS PROB_SPLITS WINDOW_SPLITS WINDOW_SPLIT_BLOCKS "
     "SELECTED_SPLITS SELECTED_SPLIT_BLOCKS REDUCE_PROGRAMS RANK_PROGRAMS SCORE_COLUMNS"
 )
-Call = namedtuple("Call", TENSORS + NUMBERS)
+Call = tuple_type("Call", TENSORS + NUMBERS)
 # compile-time settings of this kernel. BLOCK_WINDOWS: with importance="max", the windows of a
 # block, whose largest score is stored; else 0
-Settings = namedtuple(
+Settings = tuple_type(
     "Settings",
     SETTINGS + "PADDED_G BLOCK_M BLOCK_N BLOCK_G BLOCK_W BLOCK_KEYS STAGES BLOCK_STAGES "
     "PADDED_CMP_SPLITS PADDED_SPLITS PADDED_SPLIT_BLOCKS REDUCE_ROWS REDUCE_COLUMNS RANK_CHUNKS "
@@ -708,7 +709,8 @@ def plan(shape: Shape, config: AttentionConfig) -> Plan:
 def decode(call: DecodeInputs, config: AttentionConfig) -> Tensor:
     """Run a decode step: `read_all` for a short cache, else the persistent kernel. [B T H E]."""
     # kernels read rows at consecutive addresses, and integers contiguous
-    call = DecodeInputs(*(t if t is None or t.stride(-1) == 1 else t.contiguous() for t in call))
+    readable: Any = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in call)
+    call = DecodeInputs(*readable)
     shape = shape_of(call)
     out = call.q.new_empty(shape.B, shape.T, shape.H, shape.E)
     if out.numel() == 0:

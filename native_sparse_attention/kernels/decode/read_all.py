@@ -14,7 +14,6 @@ keys of the boundary block, which has a second partial result for these keys.
 from __future__ import annotations
 
 import functools
-from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -37,6 +36,7 @@ from .step import (
     reduce_partials,
     settings_of,
     store_partial,
+    tuple_type,
     wait,
 )
 
@@ -47,9 +47,9 @@ SCORES_DONE, PARTIALS_DONE, REDUCE_STARTED = (tl.constexpr(i) for i in range(3))
 
 # numbers of a step: tensor sizes, splits of the windows and of the memory, KV blocks of a sequence
 NUMBERS = "B W N MEMORY CMP_SPLITS MEM_SPLITS NUM_BLOCKS"
-Call = namedtuple("Call", TENSORS + NUMBERS)
+Call = tuple_type("Call", TENSORS + NUMBERS)
 # compile-time settings of this kernel
-Settings = namedtuple(
+Settings = tuple_type(
     "Settings",
     SETTINGS + "T K BLOCK_G REDUCE_ROWS REDUCE_COLUMNS BLOCKS PARTIALS BLOCKS_PER_PROGRAM",
 )

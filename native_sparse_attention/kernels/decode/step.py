@@ -59,6 +59,11 @@ SETTINGS = (
 )
 
 
+def tuple_type(name: str, fields: str) -> Any:
+    """A named tuple of the fields above and those of one kernel."""
+    return namedtuple(name, fields)
+
+
 @triton.jit
 def arrive(counter):
     """Signal that this program has written its output; returns how many programs arrived before."""
@@ -273,10 +278,11 @@ class Plan(NamedTuple):
 
 
 def shape_of(call: DecodeInputs) -> Shape:
+    B, T, H, D = call.q.shape
     pages = 1 if call.page_table is None else call.page_table.shape[1]
     streams = [t for t in (call.k, call.v, call.ck, call.cv) if t is not None]
     return Shape(
-        *call.q.shape[:3], call.k.shape[2], call.q.shape[3], call.v.shape[3],
+        B, T, H, call.k.shape[2], D, call.v.shape[3],
         call.k.shape[1] * pages, 0 if call.ck is None else call.ck.shape[1] * pages,
         0 if call.mem_k is None else call.mem_k.shape[1], pages,
         0 if call.page_table is None else call.k.shape[1],
@@ -323,26 +329,26 @@ def tensor_arguments(
     block_indices = call.counters.new_empty(plan.block_indices)
     work = Workspace(
         scores, partial_out.new_empty(B, T, *plan.importances) if plan.importances else scores,
-        block_indices,
-        block_indices if call.ranking is None else call.ranking, partial_out,
+        block_indices, block_indices if call.ranking is None else call.ranking, partial_out,
         partial_out.new_empty(plan.partials, B, T, H), call.counters,
     )  # fmt: skip
+    # another tensor stands in for one that the kernel does not read
     ck = call.k[:, :0] if call.ck is None else call.ck
     cv = ck if call.cv is None else call.cv
-    streams = (
+    streams = [
         call.q if call.cq is None else call.cq, call.q, call.k, call.v,
         call.k if call.window_k is None else call.window_k,
         call.v if call.window_v is None else call.window_v, ck, cv,
-    )  # fmt: skip
-    memory = (Strided(ck, 0, 0, 0), Strided(cv, 0, 0, 0))
-    if call.mem_k is not None and call.mem_v is not None:
-        memory = tuple(Strided(t, 0, t.stride(1), t.stride(0)) for t in (call.mem_k, call.mem_v))
-    gates = Gates(call.q, 0, 0, 0, 0)
-    if call.branch_gates is not None:
-        gates = Gates(call.branch_gates, *call.branch_gates.stride())
+    ]  # fmt: skip
+    memory = [
+        Strided(ck, 0, 0, 0) if t is None else Strided(t, 0, t.stride(1), t.stride(0))
+        for t in (call.mem_k, call.mem_v)
+    ]
+    gates = call.branch_gates
     sinks = call.counters if call.sinks is None else call.sinks.float().expand(3, -1).contiguous()
     values = (
-        *map(launch.strided, streams), *memory, gates, sinks,
+        *map(launch.strided, streams), *memory,
+        Gates(call.q, 0, 0, 0, 0) if gates is None else Gates(gates, *gates.stride()), sinks,
         cache_arguments(call.lengths, call.counts, call.page_table), work, out,
         Heads(H, K, K if config.query_heads_share_selected_kv else H),
         config.scale_of(D) * launch.LOG2_E, launch.cap(config.soft_cap),

@@ -282,8 +282,8 @@ def nsa_topk_logits(
 
 @functools.lru_cache(maxsize=1024)
 def plan(
-    q: Layout, ck: Layout, ranks: int, n: int, num_ranked: int, has: tuple[bool, ...], config: Any,
-    _tuning: Any,
+    q: Layout, ck: Layout, ranks: int, n: int, num_ranked: int, has: tuple[bool, bool, bool],
+    config: Any, _tuning: Any,
 ) -> tuple[Plan, Plan]:  # fmt: skip
     """The launch of a ranking, and that of the conversion of its keys. `has`: starts, leaders and
     documents."""
@@ -356,6 +356,6 @@ def select_blocks(
     sizes = ck.new_empty(rows, dtype=torch.float32)
     launcher(nsa_topk_block_keys, conversion.grid)(
         strided(ck), keys, sizes, documents if F.DOCUMENTS else None,
-        T=documents.first.shape[1] if F.DOCUMENTS else 0, W=W, K=K, **conversion.args,
+        T=0 if documents is None else documents.first.shape[1], W=W, K=K, **conversion.args,
     )  # fmt: skip
     launcher(nsa_topk_logits, ranking.grid)(keys=keys, sizes=sizes, **args)
