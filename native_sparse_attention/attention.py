@@ -21,11 +21,16 @@ from torch.nn import Module
 from . import blocks, ranking
 from .block_sizes import BlockSizes
 from .cache.kv_cache import Identity, KVCache, NewTokens, check_cache
-from .checks.keywords import refuse
-from .checks.networks import check_compress_mlp, check_gate, check_input, copied
-from .checks.scalars import check_hidden
-from .checks.tensors import BRANCHES, check_bools, check_choice
-from .compat.transforms import refuse_transforms
+from .checks import (
+    BRANCHES,
+    check_bools,
+    check_choice,
+    check_generator,
+    check_hidden,
+    check_input,
+    copied,
+)
+from .compat import refuse_transforms
 from .compress import (
     MeanPool,
     SumPool,
@@ -37,7 +42,6 @@ from .compress import (
     windows_of,
 )
 from .config import SETTINGS, AttentionConfig, NSAConfig, changed
-from .frequencies import RotaryLayer
 from .gate import default_gate
 from .initialization import reset
 from .norm import HeadNorm, norm_heads
@@ -45,7 +49,7 @@ from .ops import branches, decode, dispatch, nsa
 from .ops.call import Call, DecodeInputs
 from .ops.triton import backend as triton_backend
 from .ops.triton.elementwise import compress_mean_keys, compress_means
-from .rotary import Rotary, make_rotary, rotate, rotated_heads
+from .rotary import Rotary, RotaryLayer, make_rotary, rotate, rotated_heads
 from .varlen import Documents, layer_layout
 
 FIELDS = frozenset(field.name for field in fields(NSAConfig))
@@ -74,8 +78,7 @@ class SparseAttention(RotaryLayer):
     The other arguments are the settings of `NSAConfig`, which describes them.
 
     Raises:
-        ValueError: an argument out of range, two incompatible arguments, or a network of the wrong
-            widths.
+        ValueError: an argument out of range, or two incompatible arguments.
     """
 
     twins: tuple[str, ...] = ("k_compress", "v_compress")
@@ -183,10 +186,10 @@ class SparseAttention(RotaryLayer):
         if len(config.branches) > 1:
             if strategy_combine_mlp is None:
                 strategy_combine_mlp = default_gate(dim, heads, config.branches)
-            else:
-                check_gate(strategy_combine_mlp, dim, heads, len(config.branches))
             self.to_strategy_combine = nn.Sequential(
-                strategy_combine_mlp, nn.Sigmoid(), Rearrange("b n (h s) -> b n h s", h=heads)
+                strategy_combine_mlp,
+                nn.Sigmoid(),
+                Rearrange("b n (h s) -> b n h s", h=heads, s=len(config.branches)),
             )
         elif strategy_combine_mlp is not None:
             raise ValueError(
@@ -225,7 +228,12 @@ class SparseAttention(RotaryLayer):
             raise ValueError("compress_mlp must be None with importance='index', whose keys learn")
         else:
             gets_gradient = has_branch or (config.ranks and config.use_diff_topk)
-            check_compress_mlp(network, kv_heads, l, dim_head, gets_gradient)
+            if not gets_gradient and any(p.requires_grad for p in network.parameters()):
+                raise ValueError(
+                    "compress_mlp must have no parameters to train where compressed keys only rank "
+                    "blocks and use_diff_topk=False, since no gradient reaches them: give "
+                    "MeanPool() or freeze it"
+                )
         learns = has_branch or any(p.requires_grad for p in network.parameters())
 
         def positions(exist: bool) -> nn.Parameter | None:
@@ -321,7 +329,6 @@ class SparseAttention(RotaryLayer):
         ranking_queries: int | Tensor | None = None,
         ranking_weights: str = "output",
         generator: torch.Generator | None = None,
-        **unknown: Any,
     ) -> Any:
         """Attend over the input, or over a cache followed by the input.
 
@@ -361,12 +368,11 @@ class SparseAttention(RotaryLayer):
         """
         config = self.config
         refuse_transforms("SparseAttention")
-        refuse(unknown, self.forward)
         disable_triton_kernel, return_cache = check_bools(
             disable_triton_kernel=disable_triton_kernel, return_cache=return_cache
         )
         check_choice("ranking_weights", ranking_weights, ranking.WEIGHTS)
-        ranking.check_generator(generator)
+        check_generator(generator)
         masks = sliding_window_flex_mask, fine_selection_flex_mask
         nsa.check_flex_masks(*masks)
         check_input(inp, config.dim, self.to_qkv)
@@ -378,7 +384,7 @@ class SparseAttention(RotaryLayer):
         if cache is not None and self.observer is not None:
             raise NotImplementedError("collect sees whole sequences: leave out the cache")
         if cache is not None and torch.compiler.is_compiling() and not cache.is_fixed:
-            from .compat.uncompiled import call_uncompiled
+            from .uncompiled import call_uncompiled
 
             return call_uncompiled(
                 self.forward, inp, cache, disable_triton_kernel, *masks, return_cache,

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from .checks.scalars import as_int
-from .checks.tensors import FLOAT_DTYPES, check_groups, check_int, check_ints, shown
+from .checks import FLOAT_DTYPES, as_int, check_groups, check_int, check_ints, describe
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,11 @@ class BlockSizes:
                 continue
             number = as_int(size) or 0
             if number < 16 or number & (number - 1):
-                raise ValueError(f"{name} must be a power of two of at least 16, got {shown(size)}")
+                raise ValueError(
+                    f"{name} must be a power of two of at least 16, got {describe(size)}"
+                )
             if number > LARGEST:
-                raise ValueError(f"{name} must be at most {LARGEST}, got {shown(size)}")
+                raise ValueError(f"{name} must be at most {LARGEST}, got {describe(size)}")
             object.__setattr__(self, name, number)
         missing = [name for name in BACKWARD if getattr(self, name) is None]
         if 0 < len(missing) < len(BACKWARD):
@@ -110,7 +111,7 @@ class BlockSizes:
         kv_heads = heads if kv_heads is None else check_int("kv_heads", kv_heads, 1)
         groups = check_groups(heads, kv_heads)
         if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
-            raise ValueError(f"dtype must be a floating torch.dtype, got {shown(dtype)}")
+            raise ValueError(f"dtype must be a floating torch.dtype, got {describe(dtype)}")
         try:
             from .kernels.common import launch
         except ImportError as error:

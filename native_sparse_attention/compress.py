@@ -17,79 +17,26 @@ Weights are named as in the published package native-sparse-attention-pytorch 0.
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+import math
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import einsum, rearrange
+from einops import rearrange
 from einops.layers.torch import EinMix, Rearrange
 from torch import Tensor, nn
 
 from . import blocks
-from .checks.scalars import (
-    check_factor,
-    check_hidden,
-    check_int,
-    check_ints,
-    check_probability,
-)
-from .checks.tensors import check_choice
-from .compat.autocast import no_autocast
-from .compat.graphs import free_size, is_exporting
-from .initialization import Started, assign
+from .checks import check_choice, check_factor, check_hidden
+from .compat import free_size, is_exporting, no_autocast
+from .initialization import Started, StartedLinear
 from .ops.reference import upcast
 from .varlen import Documents
 
 
 class CompressMLP(nn.Sequential, Started):
     """A sequence of layers."""
-
-
-class SumUnits(nn.Linear):
-    """A linear map of a window [l d] whose first 2 k units begin as the sums `s` of k features over
-    the window's tokens and as `-s`; the other units begin as those of nn.Linear.
-
-    A recipe that initialises every `nn.Linear` can skip modules with `_no_reinit`.
-    """
-
-    _no_reinit = True
-
-    def __init__(self, dim_head: int, window: int, units: int) -> None:
-        self.dim_head = dim_head  # before nn.Linear, whose constructor resets
-        super().__init__(dim_head * window, units)
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()  # draws the same random numbers as nn.Linear
-        d, device = self.dim_head, self.weight.device
-        sums = torch.eye(d, device=device)[: num_sums(d, self.out_features)]
-        sums = sums.repeat(1, self.in_features // d)
-        first = len(sums) * 2
-        others = self.out_features - first
-        is_begun = torch.arange(self.out_features, device=device) < first
-        rows = torch.cat((sums, -sums, sums.new_zeros(others, self.in_features)))
-        assign(self.weight, rows, is_begun[:, None].expand(rows.shape))
-        assign(self.bias, rows.new_zeros(self.out_features), is_begun)
-
-
-class SumOutput(nn.Linear):
-    """The linear map after `SumUnits` and a ReLU, [units] to [d]: it begins with the sums of their
-    first 2 k units, as `relu(s) - relu(-s) = s`, plus what nn.Linear begins with for the others."""
-
-    _no_reinit = True
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()  # draws the same random numbers as nn.Linear
-        d, units, device = self.out_features, self.in_features, self.weight.device
-        k = num_sums(d, units)
-        one = torch.eye(d, device=device)[:, :k]
-        columns = torch.cat((one, -one, one.new_zeros(d, units - 2 * k)), dim=1)
-        is_begun = torch.arange(units, device=device) < 2 * k
-        assign(self.weight, columns, is_begun.expand(columns.shape))
-
-
-def num_sums(dim_head: int, units: int) -> int:
-    """k, how many features of a window so many hidden units sum."""
-    return min(dim_head, units // 2)
 
 
 def default_compress_mlp(
@@ -106,23 +53,43 @@ def default_compress_mlp(
             better (docs/training.md).
 
     Raises:
-        ValueError: a width below 1, or another start.
+        ValueError: no hidden unit, or another start.
     """
-    dim_head, compress_window_size = check_ints(
-        1, dim_head=dim_head, compress_window_size=compress_window_size
-    )
     check_choice("start", start, ("sum", "random"))
     dim = dim_head * compress_window_size
     dim_hidden = check_hidden("expand_factor", expand_factor, dim)
-    sums = start == "sum"
-    return CompressMLP(
-        Rearrange("b h w l d -> b h w (l d)"),
-        SumUnits(dim_head, compress_window_size, dim_hidden)
-        if sums
-        else nn.Linear(dim, dim_hidden),
-        nn.ReLU(),
-        SumOutput(dim_hidden, dim_head) if sums else nn.Linear(dim_hidden, dim_head),
-    )
+    if start == "random":
+        linears = nn.Linear(dim, dim_hidden), nn.Linear(dim_hidden, dim_head)
+    else:
+        linears = (
+            StartedLinear(dim, dim_hidden, partial(start_units, dim_head)),
+            StartedLinear(dim_hidden, dim_head, start_output),
+        )
+    flatten = Rearrange("b h w l d -> b h w (l d)")
+    return CompressMLP(flatten, linears[0], nn.ReLU(), linears[1])
+
+
+def start_units(dim_head: int, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden units of a window [l d] that begin as the sums `s` of k features over its tokens and
+    as `-s`, k of each."""
+    units, width = weight.shape
+    sums = torch.eye(dim_head, device=weight.device)[: units // 2].repeat(1, width // dim_head)
+    values = torch.full(weight.shape, math.nan, device=weight.device)
+    values[: 2 * len(sums)] = torch.cat((sums, -sums))
+    return values, values[:, 0].abs() * 0
+
+
+def start_output(weight: Tensor) -> tuple[Tensor]:
+    """The map of hidden units to an output that begins with the sums: `relu(s) - relu(-s) = s`."""
+    d, units = weight.shape
+    one = torch.eye(d, device=weight.device)[:, : units // 2]
+    values = torch.full(weight.shape, math.nan, device=weight.device)
+    values[:, : 2 * one.shape[1]] = torch.cat((one, -one), dim=1)
+    return (values,)
+
+
+def start_identity(weight: Tensor) -> tuple[Tensor]:
+    return (torch.eye(len(weight), device=weight.device),)
 
 
 def sliding_sum(terms: list[Tensor]) -> Tensor:
@@ -160,7 +127,6 @@ class SumPool(Started):
 
     def __init__(self, dim_head: int, gain: float = 1.0):
         super().__init__()
-        (dim_head,) = check_ints(1, dim_head=dim_head)
         self.begin = check_factor("gain", gain)
         self.gain = nn.Parameter(torch.full((dim_head,), self.begin))
 
@@ -178,51 +144,18 @@ class ConvLinearCompress(Started):
     """One linear map of the window per head: `y_o = sum_(i, l) W[h, o, i, l] x[l, i] + b[h, o]`.
 
     The weights are those of a convolution with one group per head, whose kernel and stride are the
-    window. Windows arrive as an axis, so a matrix product computes it. Where `conv` is replaced, or
-    has hooks, it is called: for adapters and pruning.
+    window.
     """
 
     def __init__(self, heads: int, dim_head: int, compress_window_size: int):
         super().__init__()
-        heads, dim_head, compress_window_size = check_ints(
-            1, heads=heads, dim_head=dim_head, compress_window_size=compress_window_size
-        )
-        self.heads = heads
-        dim = heads * dim_head
-        self.conv = nn.Conv1d(
-            dim, dim, compress_window_size, stride=compress_window_size, groups=heads
-        )
+        l, dim = compress_window_size, heads * dim_head
+        self.conv = nn.Conv1d(dim, dim, l, stride=l, groups=heads)
 
     def forward(self, kv: Tensor) -> Tensor:
-        b, h, w, l, _ = kv.shape
-        if not self.is_product(l):
-            out = self.conv(rearrange(kv, "b h w l d -> (b w) (h d) l"))
-            return rearrange(out, "(b w) (h d) 1 -> b h w d", b=b, h=h, w=w)
-        weight = rearrange(self.conv.weight, "(h o) i l -> h l i o", h=self.heads)
-        out = einsum(kv, weight, "b h w l i, h l i o -> b h w o")
-        bias: Any = self.conv.bias  # under torch.func a plain tensor
-        return out + rearrange(bias, "(h o) -> h 1 o", h=self.heads).to(out.dtype)
-
-    def is_product(self, l: int) -> bool:
-        """Whether `conv` is the convolution that it began as."""
-        conv = self.conv
-        if type(conv) is not nn.Conv1d or has_hooks(conv) or conv.bias is None:
-            return False
-        form = conv.groups, conv.kernel_size, conv.padding, conv.dilation, conv.padding_mode
-        return form == (self.heads, (l,), (0,), (1,), "zeros")
-
-
-class IdentityLinear(nn.Linear):
-    """A square linear map that starts as the identity.
-
-    A recipe that initialises every `nn.Linear` can skip modules with `_no_reinit`.
-    """
-
-    _no_reinit = True
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()  # draws the same random numbers as nn.Linear
-        assign(self.weight, torch.eye(self.in_features, device=self.weight.device))
+        b, h = kv.shape[:2]
+        out = self.conv(rearrange(kv, "b h w l d -> (b w) (h d) l"))
+        return rearrange(out, "(b w) (h d) 1 -> b h w d", b=b, h=h, w=kv.shape[2])
 
 
 class AttentionPool(Started):
@@ -233,8 +166,7 @@ class AttentionPool(Started):
 
     def __init__(self, dim_head: int, compress_window_size: int):
         super().__init__()
-        dim_head, _ = check_ints(1, dim_head=dim_head, compress_window_size=compress_window_size)
-        self.to_attn_logits = IdentityLinear(dim_head, dim_head, bias=False)
+        self.to_attn_logits = StartedLinear(dim_head, dim_head, start_identity, bias=False)
 
     def forward(self, kv: Tensor) -> Tensor:
         logits = self.to_attn_logits(kv)
@@ -268,17 +200,13 @@ class GroupedMLP(Started):
         self, dim_head: int, compress_window_size: int, heads: int, expand_factor: float = 1.0
     ):
         super().__init__()
-        dim_head, compress_window_size, heads = check_ints(
-            1, dim_head=dim_head, compress_window_size=compress_window_size, heads=heads
-        )
         dim = dim_head * compress_window_size
         dim_hidden = check_hidden("expand_factor", expand_factor, dim)
-
-        def linear_per_head(i: int, o: int) -> nn.Module:
-            return LinearPerHead("b h w i -> b h w o", heads, i, o, bias=True)
-
+        pattern = "b h w i -> b h w o"
         self.net = nn.Sequential(
-            linear_per_head(dim, dim_hidden), nn.ReLU(), linear_per_head(dim_hidden, dim_head)
+            LinearPerHead(pattern, heads, dim, dim_hidden, bias=True),
+            nn.ReLU(),
+            LinearPerHead(pattern, heads, dim_hidden, dim_head, bias=True),
         )
 
     def forward(self, kv: Tensor) -> Tensor:
@@ -294,9 +222,6 @@ class SingleProjection(Started):
 
     def __init__(self, dim_head: int, compress_window_size: int, heads: int = 1):
         super().__init__()
-        dim_head, compress_window_size, heads = check_ints(
-            1, dim_head=dim_head, compress_window_size=compress_window_size, heads=heads
-        )
         self.compress: nn.Module
         if heads == 1:
             self.compress = nn.Sequential(
@@ -347,18 +272,6 @@ class WindowAttention(nn.Module):
         return self.out_proj(rearrange(out, "n h l d -> n l (h d)"))
 
 
-class FeedForward(nn.Module):
-    def __init__(self, dim: int, hidden_dim: int, dropout: float):
-        super().__init__()
-        self.fc1 = nn.Linear(dim, hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim, dim)
-        self.act = nn.GELU()
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.fc2(self.dropout(self.act(self.fc1(x)))))
-
-
 class TransformerLayer(nn.Module):
     """Pre-norm attention and feed-forward; `last_only` returns only the window's last token."""
 
@@ -367,12 +280,15 @@ class TransformerLayer(nn.Module):
         self.norm1 = nn.RMSNorm(dim)
         self.norm2 = nn.RMSNorm(dim)
         self.attn = WindowAttention(dim, num_heads, dropout)
-        self.ff = FeedForward(dim, ff_hidden_dim, dropout)
+        fc1, fc2 = nn.Linear(dim, ff_hidden_dim), nn.Linear(ff_hidden_dim, dim)
+        self.ff = nn.ModuleDict({"fc1": fc1, "fc2": fc2})
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, last_only: bool = False) -> Tensor:
         residual = x[:, -1:] if last_only else x
         x = residual + self.attn(self.norm1(x), last_only)
-        return x + self.ff(self.norm2(x))
+        hidden = self.dropout(F.gelu(self.ff["fc1"](self.norm2(x))))
+        return x + self.dropout(self.ff["fc2"](hidden))
 
 
 class CompressTransformer(Started):
@@ -399,14 +315,9 @@ class CompressTransformer(Started):
         dropout: float = 0.0,
     ):
         super().__init__()
-        num_layers, dim, num_heads = check_ints(
-            1, num_layers=num_layers, dim=dim, num_heads=num_heads
-        )
-        ff_hidden_dim = 4 * dim if ff_hidden_dim is None else ff_hidden_dim
-        ff_hidden_dim = check_int("ff_hidden_dim", ff_hidden_dim, 1)
         if dim % num_heads:
             raise ValueError(f"num_heads must divide dim={dim}, got {num_heads}")
-        dropout = check_probability("dropout", dropout)
+        ff_hidden_dim = 4 * dim if ff_hidden_dim is None else ff_hidden_dim
         self.dim = dim
         self.layers = nn.ModuleList(
             TransformerLayer(dim, num_heads, ff_hidden_dim, dropout) for _ in range(num_layers)
@@ -427,33 +338,24 @@ class CompressTransformer(Started):
         return rearrange(x, "(b w) 1 (h d) -> b h w d", b=b, w=w, h=h).to(kv.dtype)
 
 
-Sliding = MeanPool | SumPool | SingleProjection
-SLIDING = (MeanPool, SumPool, SingleProjection)
-# types of their submodules
-PARTS: tuple[list[type], ...] = ([], [LinearPerHead], [nn.Sequential, Rearrange, nn.Linear])
+# networks with `compress_segments`, and the types of their submodules
+SLIDING: dict[type, tuple[list[type], ...]] = {
+    MeanPool: ([],), SumPool: ([],),
+    SingleProjection: ([LinearPerHead], [nn.Sequential, Rearrange, nn.Linear]),
+}  # fmt: skip
 
 
-def slides(network: nn.Module) -> TypeGuard[Sliding]:
+def slides(network: nn.Module) -> bool:
     """Whether `compress_segments` can replace `forward`: not for a derived class, a replaced
     submodule or a module with hooks."""
     parts = [type(module) for module in network.modules()][1:]
-    if type(network) not in SLIDING or parts not in PARTS:
-        return False
-    return not any(has_hooks(module) for module in network.modules())
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a call does more than the `forward` of its class."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks
-        or module._backward_hooks or module._backward_pre_hooks
-        or "forward" in module.__dict__
+    return parts in SLIDING.get(type(network), ()) and not any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        or "forward" in m.__dict__ for m in network.modules()
     )  # fmt: skip
 
 
-def slide(
-    network: Sliding, tokens: Tensor, positions: Tensor | None, l: int, stride: int
-) -> Tensor:
+def slide(network: Any, tokens: Tensor, positions: Tensor | None, l: int, stride: int) -> Tensor:
     """The network's output for windows of tokens [b h n d] with positions [h l d] added."""
     out = network.compress_segments(unfold(tokens, stride, stride), l // stride)
     if positions is not None:
@@ -470,16 +372,7 @@ def unfold(t: Tensor, l: int, d: int) -> Tensor:
 
 def free_window_count(n: int, d: int, causal: bool) -> int | None:
     """The number of windows of n tokens as a `free_size` under torch.export, else None."""
-    if not is_exporting():
-        return None
-    return free_size(blocks.num_windows(n, d, causal=causal))
-
-
-def gather_windows(t: Tensor, l: int, d: int, count: int) -> Tensor:
-    """`unfold` as a copy, for a number of windows that is a `free_size`."""
-    w = torch.arange(count, device=t.device)[:, None]
-    index = w * d + torch.arange(l, device=t.device)
-    return t.index_select(2, index.flatten()).unflatten(2, (count, l))
+    return free_size(blocks.num_windows(n, d, causal=causal)) if is_exporting() else None
 
 
 def windowed(t: Tensor, l: int, d: int, causal: bool) -> Tensor:
@@ -499,7 +392,12 @@ def windows_of(
     """Windows [b h w l d] of whole sequences [b h n d]. Tokens outside of the sequence, or of the
     document that a window ends in, are zeros. `count`: w, if it is a `free_size`."""
     windows = windowed(t, l, d, causal)
-    windows = unfold(windows, l, d) if count is None else gather_windows(windows, l, d, count)
+    if count is None:
+        windows = unfold(windows, l, d)
+    else:  # the same as a copy
+        begins = torch.arange(count, device=t.device)[:, None] * d
+        index = begins + torch.arange(l, device=t.device)
+        windows = windows.index_select(2, index.flatten()).unflatten(2, (count, l))
     # causally no query sees a window that its document does not fill
     if documents is None or (causal and l == d):
         return windows
@@ -507,5 +405,5 @@ def windows_of(
     segment = torch.arange(w, device=t.device)[:, None] * d
     token = segment + torch.arange(d - l, d, device=t.device)
     first, last = (bound[:, : w * d : d, None] for bound in documents)
-    inside = (token >= first) & (token < last)
-    return windows.masked_fill(~inside[:, None, :, :, None], 0)
+    is_visible = (token >= first) & (token < last)
+    return windows.masked_fill(~is_visible[:, None, :, :, None], 0)

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from .block_sizes import NAMES, BlockSizes, check_block_sizes
-from .checks.scalars import check_factor
-from .checks.tensors import (
+from .checks import (
     BACKENDS,
     BRANCH_KV,
     BRANCHES,
@@ -20,6 +19,7 @@ from .checks.tensors import (
     check_bools,
     check_branches,
     check_choice,
+    check_factor,
     check_groups,
     check_int,
     check_ints,

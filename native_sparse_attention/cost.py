@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from . import blocks
 from .attention import SparseAttention
-from .checks.scalars import check_int, shown
+from .checks import check_int, describe
 from .config import NSAConfig
 
 
@@ -124,10 +124,10 @@ def nsa_cost(
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
     if not isinstance(config, NSAConfig):
-        raise ValueError(f"config must be an NSAConfig, got {shown(config)}")
+        raise ValueError(f"config must be an NSAConfig, got {describe(config)}")
     T, batch = check_int("T", T, 1), check_int("batch", batch, 1)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype must be a floating dtype, got {shown(dtype)}")
+        raise ValueError(f"dtype must be a floating dtype, got {describe(dtype)}")
     with torch.device("meta"):
         layer = SparseAttention.from_config(config, compress_mlp=compress_mlp).to(dtype)
     H, D, K = config.heads, config.dim_head, layer.kv_heads

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-from torch import nn
+from torch import Tensor
 
-from .checks.tensors import BRANCHES
-from .initialization import assign
-
-
-class GateLinear(nn.Linear):
-    """A linear map, initially with weight 0 and a bias `start` for every head.
-
-    A recipe that initialises every `nn.Linear` can skip modules with `_no_reinit`.
-    """
-
-    _no_reinit = True
-
-    def __init__(self, dim: int, heads: int, start: tuple[float, ...] = (-2.0, -2.0, 2.0)):
-        self.start = start
-        super().__init__(dim, len(start) * heads)
-
-    def reset_parameters(self) -> None:
-        """Restore the initial weights."""
-        # draw numbers as nn.Linear does, so that a seed gives all other modules the same weights
-        super().reset_parameters()
-        nn.init.zeros_(self.weight)
-        start = torch.tensor(self.start, device=self.bias.device)
-        assign(self.bias, start.repeat(self.out_features // len(self.start)))
+from .checks import BRANCHES
+from .initialization import StartedLinear
 
 
-def default_gate(dim: int, heads: int, branches: tuple[str, ...] = BRANCHES) -> GateLinear:
-    """[.. dim] -> [.. branches heads], before the sigmoid: the branches of every head.
+def gate_linear(dim: int, heads: int, biases: tuple[float, ...]) -> StartedLinear:
+    """[.. dim] -> [.. branches heads], initially with weight 0 and these biases for every head."""
+    return StartedLinear(dim, len(biases) * heads, partial(start_gate, biases))
 
-    It initially favours the window for any input: a network learns local patterns first. Without a
-    window all gates begin at 0.5.
-    """
+
+def start_gate(biases: tuple[float, ...], weight: Tensor) -> tuple[Tensor, Tensor]:
+    bias = torch.tensor(biases, device=weight.device).repeat(len(weight) // len(biases))
+    return torch.zeros(weight.shape, device=weight.device), bias
+
+
+def default_gate(dim: int, heads: int, branches: tuple[str, ...] = BRANCHES) -> StartedLinear:
+    """The gate before its sigmoid. It initially favours the window for any input: a network learns
+    local patterns first. Without a window all gates begin at 0.5."""
     bias = -2.0 if "window" in branches else 0.0
-    return GateLinear(dim, heads, tuple(2.0 if name == "window" else bias for name in branches))
+    return gate_linear(dim, heads, tuple(2.0 if name == "window" else bias for name in branches))

@@ -7,6 +7,8 @@ sets them, and a module that contains other modules resets them too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,26 +16,19 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 
-def assign(tensor: Tensor, values: Tensor, mask: Tensor | None = None) -> None:
-    """Write values to a parameter or buffer in place, also to a DTensor sharded by FSDP2; those
-    alone where a mask of its shape is true."""
-    mesh = getattr(tensor, "device_mesh", None)
-
-    def shard(whole: Tensor) -> Tensor:
-        if mesh is None:
-            return whole
-        from torch.distributed.tensor import DTensor, Replicate
-
-        replicated: Any = DTensor.from_local(
-            whole, mesh, [Replicate()] * mesh.ndim, run_check=False
-        )
-        return replicated.redistribute(placements=tensor.placements)  # type: ignore[attr-defined]
-
+def assign(tensor: Tensor, values: Tensor) -> None:
+    """Write values to a parameter or buffer in place, also to a DTensor sharded by FSDP2. NaN keeps
+    the tensor's own value."""
     with torch.no_grad():
-        values = shard(values.to(tensor.device, tensor.dtype))
-        if mask is not None:
-            values = torch.where(shard(mask.to(tensor.device)), values, tensor)
-        tensor.copy_(values)
+        values = values.to(tensor.device, tensor.dtype)
+        mesh = getattr(tensor, "device_mesh", None)
+        if mesh is not None:
+            from torch.distributed.tensor import DTensor, Replicate
+
+            placements = [Replicate()] * mesh.ndim
+            replicated: Any = DTensor.from_local(values, mesh, placements, run_check=False)
+            values = replicated.redistribute(placements=tensor.placements)  # type: ignore[attr-defined]
+        tensor.copy_(torch.where(values.isnan(), tensor, values))
 
 
 def reset(module: Module) -> None:
@@ -49,32 +44,10 @@ def reset(module: Module) -> None:
         start()
 
 
-def reset_twin(module: Module, twin: Module) -> None:
-    """Reset a module, and its deep copy `twin` to the same values."""
-    reset(module)
-    tensors = ([*m.parameters(), *m.buffers()] for m in (twin, module))
-    if any(a.shape != b.shape or a.device != b.device for a, b in zip(*tensors, strict=False)):
-        reset(twin)  # module or twin is sharded, or has no data yet
-        return
-    started = {
-        name for name, m in module.named_modules() if callable(getattr(m, "reset_parameters", None))
-    }
-    twins = dict(twin.named_modules())
-    with torch.no_grad():
-        for name in started:
-            # without the tensors of children
-            targets, sources = (
-                [*m.parameters(recurse=False), *m.buffers(recurse=False)]
-                for m in (twins[name], module.get_submodule(name))
-            )
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
-
-
 class Started(Module):
     """A module whose `reset_parameters` resets all modules below it, and its own parameters to 0.
 
-    `twins` names two children; the second is reset to a copy of the first.
+    `twins` names two children in their order; the second draws the numbers that the first draws.
     """
 
     twins: tuple[str, ...] = ()
@@ -83,9 +56,30 @@ class Started(Module):
         """Restore the constructor's values, in every module below too. Random values are drawn anew
         from the same distribution. Modules of other libraries use their own `reset_parameters`."""
         for name, child in self.named_children():
-            if name not in self.twins:
+            gpus = [p.device for p in child.parameters() if p.is_cuda][:1]
+            with torch.random.fork_rng(gpus) if name in self.twins[:1] else nullcontext():
                 reset(child)
-            elif name == self.twins[0]:
-                reset_twin(child, self.get_submodule(self.twins[1]))
         for parameter in self.parameters(recurse=False):
             nn.init.zeros_(parameter)
+
+
+class StartedLinear(nn.Linear):
+    """A linear map that begins as nn.Linear, with the values of `start(weight)` for its weight and
+    bias, where these are not NaN.
+
+    A recipe that initialises every `nn.Linear` can skip modules with `_no_reinit`.
+    """
+
+    _no_reinit = True
+
+    def __init__(
+        self, in_features: int, out_features: int, start: Callable[[Tensor], tuple[Tensor, ...]],
+        bias: bool = True,
+    ):  # fmt: skip
+        self.start = start  # before nn.Linear, whose constructor resets
+        super().__init__(in_features, out_features, bias)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # draws the same random numbers as nn.Linear
+        for parameter, values in zip((self.weight, self.bias), self.start(self.weight)):  # noqa: B905
+            assign(parameter, values)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .attention import SparseAttention
-from .checks.scalars import check_device, check_int, shown
-from .checks.tensors import check_bools
+from .checks import check_bools, check_device, check_int, describe
 from .compress import MeanPool
 from .config import NSAConfig
 from .ops.triton.attention import compile_ahead
@@ -64,18 +63,20 @@ def warmup(
         ValueError: arguments of the wrong type, or a device that is not a CUDA device.
     """
     if not isinstance(config, NSAConfig):
-        raise ValueError(f"config must be an NSAConfig, got {shown(config)}")
+        raise ValueError(f"config must be an NSAConfig, got {describe(config)}")
     if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {shown(dtype)}")
+        raise ValueError(
+            f"dtype must be one of {', '.join(map(str, DTYPES))}, got {describe(dtype)}"
+        )
     if isinstance(lengths, (str, int)) or not isinstance(lengths, Sequence):
-        raise ValueError(f"lengths must be a sequence of integers, got {shown(lengths)}")
+        raise ValueError(f"lengths must be a sequence of integers, got {describe(lengths)}")
     lengths = [check_int("lengths", length, 1) for length in lengths]
     training, documents, progress = check_bools(
         training=training, documents=documents, progress=progress
     )
     device = check_device("device", "cuda" if device is None else device)
     if device.type != "cuda":
-        raise ValueError(f"device must be a CUDA device, got {shown(device)}")
+        raise ValueError(f"device must be a CUDA device, got {describe(device)}")
     if not torch.cuda.is_available() or config.backend not in ("auto", "triton"):
         return 0
     # compression networks run no kernels of this library

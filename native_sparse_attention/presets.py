@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .checks.scalars import check_int
-from .checks.tensors import check_choice
+from .checks import check_choice, check_int
 
 PRESETS = ("published", "paper", "short-windows", "one-softmax")
 SIZES = (

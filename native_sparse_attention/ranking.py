@@ -18,19 +18,14 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from . import blocks
-from .checks.scalars import check_int, shown
-from .compat.autocast import no_autocast
+from .checks import check_generator, check_int, describe
+from .compat import no_autocast
 from .config import NSAConfig
 from .ops.reference import candidates, importance_scores, visible_windows
 from .varlen import Documents
 
 # what a block is worth: the norm of what it adds to the output, or its attention mass
 WEIGHTS = ("output", "mass")
-
-
-def check_generator(generator: Any) -> None:
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise ValueError(f"generator must be a torch.Generator or None, got {shown(generator)}")
 
 
 def sampled(queries: int | Tensor, n: int, generator: Any, device: torch.device) -> Tensor:
@@ -42,7 +37,7 @@ def sampled(queries: int | Tensor, n: int, generator: Any, device: torch.device)
     check_generator(generator)
     if isinstance(queries, Tensor):
         if queries.ndim != 1 or queries.is_floating_point() or queries.dtype == torch.bool:
-            raise ValueError(f"ranking_queries must be [m] integers, got {shown(queries)}")
+            raise ValueError(f"ranking_queries must be [m] integers, got {describe(queries)}")
         is_on_host = queries.device.type == "cpu" and not torch.compiler.is_compiling()
         if is_on_host and queries.numel() and not 0 <= int(queries.min()) <= int(queries.max()) < n:
             raise ValueError(
@@ -111,7 +106,7 @@ def ranking_loss(
     device, count = tensors["q"].device, 1 if documents is None else tensors["q"].shape[0]
     if documents is not None and isinstance(queries, Tensor) and queries.ndim == 2:
         if queries.is_floating_point() or queries.dtype == torch.bool:
-            raise ValueError(f"ranking_queries must be [b, m] integers, got {shown(queries)}")
+            raise ValueError(f"ranking_queries must be [b, m] integers, got {describe(queries)}")
         i = queries.to(device, torch.long)
     else:
         i = sampled(queries, n if rows is None else rows.shape[1], generator, device)[None]

@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from .attention import SparseAttention
-from .checks.networks import check_model
-from .checks.scalars import check_bool
+from .checks import check_bool, check_model
 
 
 def sparse_layers(model: nn.Module) -> list[SparseAttention]:

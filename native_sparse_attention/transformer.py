@@ -5,9 +5,9 @@ b  batch    n  tokens    h  heads    d  head dimension
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +21,25 @@ from torch.utils.checkpoint import checkpoint
 from .attention import SparseAttention
 from .cache.kv_cache import Identity, KVCache, check_cache, check_caches
 from .cache.paged import PagedKVCache
-from .checks.ids import check_ids
-from .checks.keywords import nearest, refuse
-from .checks.networks import check_input, copied
-from .checks.scalars import check_choice, check_hidden, check_layers, shown
-from .checks.tensors import BRANCHES, check_bool, check_bools, check_groups, check_int, check_ints
-from .frequencies import RotaryLayer
+from .checks import (
+    BRANCHES,
+    check_bools,
+    check_choice,
+    check_groups,
+    check_hidden,
+    check_ids,
+    check_input,
+    check_int,
+    check_ints,
+    check_layers,
+    check_type,
+    copied,
+)
 from .generate import check_prompt, check_sampling, check_stop, generate
 from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
-from .ranking import WEIGHTS, check_generator, sampled
-from .rotary import Rotary, make_rotary, rotation
+from .ranking import WEIGHTS, sampled
+from .rotary import Rotary, RotaryLayer, make_rotary, rotate
 from .varlen import Documents, Layout, layer_layout
 
 __all__ = ["DEFAULT_SPARSE_ATTN", "Attention", "Transformer"]
@@ -43,12 +51,6 @@ DEFAULT_SPARSE_ATTN = dict(
     selection_block_size=8,
     num_selected_blocks=4,
 )
-
-# arguments of SparseAttention that a Transformer sets: SparseAttention's name -> Transformer's
-SET_BY_MODEL = {name: name for name in ("dim", "dim_head", "heads", "kv_heads", "causal")} | {
-    "use_triton_kernel": "use_triton_fine_selection"
-}
-KNOWN = [name for name in inspect.signature(SparseAttention).parameters if name not in SET_BY_MODEL]
 
 # the label that cross_entropy ignores
 NO_LABEL = -100
@@ -68,7 +70,7 @@ class Attention(RotaryLayer):
         super().__init__()
         dim, dim_head, heads = check_ints(1, dim=dim, dim_head=dim_head, heads=heads)
         kv_heads = heads if kv_heads is None else check_int("kv_heads", kv_heads, 1)
-        causal = check_bool("causal", causal)
+        check_bools(causal=causal)
         check_groups(heads, kv_heads)
         self.dim = dim
         self.dim_head = dim_head
@@ -88,65 +90,47 @@ class Attention(RotaryLayer):
         self,
         x: Tensor,
         cache: KVCache | None = None,
-        disable_triton_kernel: bool = False,
-        return_cache: bool = False,
         *,
         lengths: Sequence[int] | Tensor | None = None,
         documents: Documents | None = None,
-    ) -> Any:
-        """[b, n, dim] -> [b, n, dim], and the cache with `return_cache`. Arguments as
-        SparseAttention's; `disable_triton_kernel` has no effect."""
-        _, return_cache = check_bools(
-            disable_triton_kernel=disable_triton_kernel, return_cache=return_cache
-        )
+    ) -> Tensor:
+        """[b, n, dim] -> [b, n, dim]. Arguments as SparseAttention's; without `documents` with a
+        cache."""
         check_input(x, self.dim, self.to_q, "x")
-        cache = check_cache(cache, return_cache, lengths, self.causal)
+        cache = check_cache(cache, False, lengths, self.causal)
         if cache is not None and torch.compiler.is_compiling() and not cache.is_fixed:
-            from .compat.uncompiled import call_uncompiled
+            from .uncompiled import call_uncompiled
 
-            call = x, cache, disable_triton_kernel, return_cache
-            return call_uncompiled(self.forward, *call, lengths=lengths, documents=documents)
-        layer_layout(x, 1, cache is not None, lengths, None, None, None, documents)
-        if cache is None:
-            positions = None if documents is None else documents.positions()
-            q, k, v = self.project(x, 0, positions)
-            mask = None if documents is None else same_document(documents, self.causal)
-            return self.attend(q, k, v, mask)
-        tokens = cache.new_tokens(x, lengths)
-        q, k, v = self.project(tokens.zero_padding(x), tokens.start)
-        new = {"k": k, "v": v}
-        cache.bind(self.identity, self.geometry, new)
-        saved = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        streams = cache.append(new, tokens, saved=saved or q.requires_grad)
-        # new sequences need only the causal triangle; otherwise tokens also see cached tokens
-        mask = None
-        start = tokens.start
-        if isinstance(start, Tensor) or start > 0:
-            i = torch.arange(q.shape[2], device=q.device)[:, None]
-            i = i + (start[:, None, None, None] if isinstance(start, Tensor) else start)
-            mask = torch.arange(streams["k"].shape[2], device=q.device) <= i
-        out = tokens.zero_padding(self.attend(q, streams["k"], streams["v"], mask))
-        cache.finish(tokens)
-        return (out, cache) if return_cache else out
-
-    def project(
-        self, x: Tensor, start: int | Tensor, positions: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [b h n d], rotated."""
-        x = self.norm(x)
+            return call_uncompiled(self.forward, x, cache, lengths=lengths)
+        tokens: Any = None if cache is None else cache.new_tokens(x, lengths)
+        normed = self.norm(x if tokens is None else tokens.zero_padding(x))
         q, k, v = (
-            rearrange(to(x), "b n (h d) -> b h n d", d=self.dim_head)
+            rearrange(to(normed), "b n (h d) -> b h n d", d=self.dim_head)
             for to in (self.to_q, self.to_k, self.to_v)
         )
-        rotate = rotation(self.rotary_embed, q, start, positions)
-        return rotate(q), rotate(k), v
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """The output [b n dim]. Without a mask, q, k and v are whole sequences."""
+        start = 0 if tokens is None else tokens.start
+        positions = None if documents is None else documents.positions()
+        q, k = rotate(self.rotary_embed, [q, k], start, positions)
+        mask = None if documents is None else same_document(documents, self.causal)
+        if cache is not None:
+            new = {"k": k, "v": v}
+            cache.bind(self.identity, self.geometry, new)
+            saved = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+            streams = cache.append(new, tokens, saved=saved or q.requires_grad)
+            k, v = streams["k"], streams["v"]
+            # new sequences need only the causal triangle; otherwise tokens also see cached tokens
+            if isinstance(start, Tensor) or start > 0:
+                i = torch.arange(q.shape[2], device=q.device)[:, None]
+                i = i + (start[:, None, None, None] if isinstance(start, Tensor) else start)
+                mask = torch.arange(k.shape[2], device=q.device) <= i
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=self.causal and mask is None, enable_gqa=self.grouped
         )
-        return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
+        out = self.to_out(rearrange(out, "b h n d -> b n (h d)"))
+        if cache is not None:
+            out = tokens.zero_padding(out)
+            cache.finish(tokens)
+        return out
 
 
 def same_document(documents: Documents, causal: bool) -> Tensor:
@@ -217,10 +201,7 @@ class Transformer(Started):
     ):
         super().__init__()
         num_tokens, dim, depth = check_ints(1, num_tokens=num_tokens, dim=dim, depth=depth)
-        (
-            use_sparse_attn, causal, use_flex_sliding_window, use_flex_fine_selection,
-            use_triton_fine_selection, activation_checkpointing,
-        ) = check_bools(
+        check_bools(
             use_sparse_attn=use_sparse_attn, causal=causal,
             use_flex_sliding_window=use_flex_sliding_window,
             use_flex_fine_selection=use_flex_fine_selection,
@@ -233,20 +214,29 @@ class Transformer(Started):
                 "branch: set at most one of them"
             )
         self.causal = causal
+        self.use_sparse_attn = use_sparse_attn
         self.use_flex_sliding_window = use_sparse_attn and use_flex_sliding_window
         self.use_flex_fine_selection = use_sparse_attn and use_flex_fine_selection
         self.activation_checkpointing = activation_checkpointing
         shape: dict[str, Any] = dict(
             dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, causal=causal
         )
-        sparse = merge_defaults(sparse_attn_kwargs, shape, use_sparse_attn)
+        rotary = dict(rotary_emb=rotary_emb, rope_theta=rope_theta, inv_freq=inv_freq)
+        shape |= {name: value for name, value in rotary.items() if value is not None}
+        user_settings = {} if sparse_attn_kwargs is None else sparse_attn_kwargs
+        check_type("sparse_attn_kwargs", user_settings, Mapping, "a dict or None")
+        sparse: dict[str, Any] = DEFAULT_SPARSE_ATTN | dict(user_settings)
+        if "compress_block_size" in user_settings:
+            stride = user_settings.get("compress_block_sliding_stride")
+            sparse["compress_block_sliding_stride"] = stride
+        if sparse_attn_kwargs is not None and not use_sparse_attn:
+            warnings.warn(
+                "sparse_attn_kwargs are not used by a Transformer with use_sparse_attn=False",
+                stacklevel=2,
+            )
         local = check_layers("local_layers", local_layers, depth)
         if local and not use_sparse_attn:
             raise ValueError(f"local_layers must be empty with use_sparse_attn=False, got {local}")
-        rotary_args = ("rotary_emb", rotary_emb), ("rope_theta", rope_theta), ("inv_freq", inv_freq)
-        rotary: dict[str, Any] = {name: value for name, value in rotary_args if value is not None}
-        if use_sparse_attn and (duplicates := sorted(rotary.keys() & sparse.keys())):
-            raise ValueError(f"{', '.join(duplicates)} must not be in sparse_attn_kwargs too")
 
         self.num_tokens = num_tokens
         self.token_emb = nn.Embedding(num_tokens, dim)
@@ -256,15 +246,15 @@ class Transformer(Started):
             if use_sparse_attn:
                 # each layer copies the gate; SparseAttention itself copies compress_mlp
                 gate = copied(sparse.get("strategy_combine_mlp"))
-                settings = {**sparse, **rotary, "strategy_combine_mlp": gate}
+                settings = {**sparse, "strategy_combine_mlp": gate}
                 if index in local:  # compressed keys that only rank are not needed
                     settings |= dict(num_selected_blocks=0, use_diff_topk=False, dense_length=0)
                     if "compressed" not in settings.get("branches", BRANCHES):
                         settings["compress_mlp"] = None
-                settings["use_triton_kernel"] = use_triton_fine_selection
-                attn = SparseAttention(**shape, **settings)
+                triton = use_triton_fine_selection
+                attn = SparseAttention(**shape, **settings, use_triton_kernel=triton)
             else:
-                attn = Attention(**shape, **rotary)
+                attn = Attention(**shape)
             self.layers.append(ModuleList([attn, FeedForward(dim, ff_expansion_factor)]))
         self.norm = nn.RMSNorm(dim)
         self.to_logits = nn.Linear(dim, num_tokens, bias=False)
@@ -296,7 +286,6 @@ class Transformer(Started):
         ranking_queries: int | None = None,
         ranking_weights: str = "output",
         generator: torch.Generator | None = None,
-        **unknown: Any,
     ) -> Any:
         """Logits [b, n, num_tokens] of ids [b, n], or the next-token loss.
 
@@ -319,8 +308,7 @@ class Transformer(Started):
         Raises:
             ValueError: ids or a cache that do not match.
         """
-        refuse(unknown, self.forward)
-        return_loss, disable_flex, disable_triton_kernel, return_cache = check_bools(
+        check_bools(
             return_loss=return_loss, disable_flex=disable_flex,
             disable_triton_kernel=disable_triton_kernel, return_cache=return_cache,
         )  # fmt: skip
@@ -329,8 +317,8 @@ class Transformer(Started):
         blocks: list[Any] = list(self.layers)
         check_caches(cache, [attn for attn, _ in blocks], return_loss, lengths)
         layout, lengths = layer_layout(
-            ids, self.alignment, cache is not None or return_cache, lengths, cu_seqlens,
-            segment_ids, mask, None,
+            ids, getattr(blocks[0][0], "alignment", 1), cache is not None or return_cache, lengths,
+            cu_seqlens, segment_ids, mask, None,
         )  # fmt: skip
         if return_loss and ids.shape[1] < 2:
             raise ValueError(f"ids must have at least 2 tokens for a loss, got {ids.shape[1]}")
@@ -343,34 +331,34 @@ class Transformer(Started):
         if cache is None and return_cache:
             cache = self.new_cache()
 
-        kwargs: dict[str, Any] = {
-            "disable_triton_kernel": disable_triton_kernel,
-            "lengths": lengths,
-        }
+        kwargs: dict[str, Any] = {"lengths": lengths}
+        if self.use_sparse_attn:
+            kwargs["disable_triton_kernel"] = disable_triton_kernel
         if layout is not None and cache is None:
             kwargs["documents"] = layout.documents
         elif cache is None and not disable_flex:
             kwargs |= self.flex_masks(ids.shape[1], ids.device)
-
-        queries = self.ranking_queries(ranking_queries, ids, layout, cache, generator)
+        queries: list[Tensor | None] = [None] * len(blocks)
+        if ranking_queries is not None:
+            if cache is not None:
+                raise ValueError("ranking_queries must be None with a cache")
+            queries = self.draw_queries(ranking_queries, ids, layout, generator)
         losses: list[Tensor] = []
-        if queries:
-            kwargs["ranking_weights"] = ranking_weights
 
         x = self.token_emb(ids)
-        checkpointed = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
+        run: Any = lambda module, *args, **call: module(*args, **call)  # noqa: E731
+        if self.activation_checkpointing and torch.is_grad_enabled() and cache is None:
+            run = partial(checkpoint, use_reentrant=False)
         for index, (attn, ff) in enumerate(blocks):
-            if queries:
-                kwargs["ranking_queries"] = queries[index]
-            if checkpointed:
-                out = checkpoint(attn, x, use_reentrant=False, **kwargs)
-            else:
-                out = attn(x, cache=None if cache is None else cache[index], **kwargs)
-            if queries and queries[index] is not None:
-                out, loss = out
+            call = kwargs if cache is None else {**kwargs, "cache": cache[index]}
+            if queries[index] is not None:
+                ranking = dict(ranking_queries=queries[index], ranking_weights=ranking_weights)
+                out, loss = run(attn, x, **call, **ranking)
                 losses.append(loss)
+            else:
+                out = run(attn, x, **call)
             x = x + out
-            x = x + (checkpoint(ff, x, use_reentrant=False) if checkpointed else ff(x))
+            x = x + run(ff, x)
         x = x if layout is None else layout.collect(x)
         out = self.to_logits(self.norm(x))
         if return_loss:
@@ -378,26 +366,16 @@ class Transformer(Started):
             out = F.cross_entropy(rearrange(out, "b n t -> b t n").float(), labels, reduction=mean)
             if layout is not None:
                 out = out / (labels != NO_LABEL).sum().clamp(min=1)
-        if queries:
+        if losses:
             return out, torch.stack(losses).mean()
         return (out, cache) if return_cache else out
 
-    def ranking_queries(
-        self,
-        m: int | None,
-        ids: Tensor,
-        layout: Layout | None,
-        cache: Any,
-        generator: torch.Generator | None,
+    def draw_queries(
+        self, m: int, ids: Tensor, layout: Layout | None, generator: torch.Generator | None
     ) -> list[Tensor | None]:
         """Positions of the queries of each layer's ranking loss, None for a layer that ranks
         nothing, drawn once: activation checkpointing runs a layer twice. In a layout they are those
-        of the caller's entries, [b m]. An empty list without m."""
-        check_generator(generator)
-        if m is None:
-            return []
-        if cache is not None:
-            raise ValueError("ranking_queries must be None with a cache")
+        of the caller's entries, [b m]."""
         blocks: list[Any] = list(self.layers)
         learns = [getattr(attn, "to_index", None) is not None for attn, _ in blocks]
         if not any(learns):
@@ -406,15 +384,7 @@ class Transformer(Started):
         drawn = [
             sampled(m, n, generator, ids.device) if needs_draw else None for needs_draw in learns
         ]
-        if layout is None:
-            return drawn
-        return [None if i is None else layout.target[:, i] for i in drawn]
-
-    @property
-    def alignment(self) -> int:
-        """Packed documents begin at multiples of this number."""
-        layer: Any = self.layers[0]
-        return getattr(layer[0], "alignment", 1)
+        return [i if i is None or layout is None else layout.target[:, i] for i in drawn]
 
     def flex_masks(self, seq_len: int, device: torch.device) -> dict[str, Any]:
         masks: dict[str, Any] = {}
@@ -446,36 +416,9 @@ class Transformer(Started):
         stop_tokens: int | Sequence[int] | None = None,
         top_k: int | None = None,
     ) -> Iterator[Tensor]:
-        """Sample token by token: yields [b], `seq_len - n` times. Arguments as `sample`'s. Between
-        tokens every module is in its original mode."""
-        prompt = check_ids("prompt", prompt, self.token_emb)
-        held = check_prompt(prompt, prompt_lengths)
-        if not self.causal:
-            raise ValueError("sampling needs causal=True, this model has causal=False")
-        rule = check_sampling(temperature, filter_thres, top_p, generator, top_k, prompt.device)
-        use_cache_kv = check_bool("use_cache_kv", use_cache_kv)
-        steps = check_int("seq_len", seq_len, prompt.shape[1]) - prompt.shape[1]
-        num_tokens = getattr(self.token_emb, "num_embeddings", self.num_tokens)
-        stop = check_stop(stop_tokens, num_tokens)
-        return generate(self, prompt, held, steps, rule, use_cache_kv, stop)
-
-    def sample(
-        self,
-        prompt: Tensor,
-        seq_len: int,
-        temperature: float = 1.0,
-        filter_thres: float = 0.9,
-        top_p: float | None = None,
-        use_cache_kv: bool = True,
-        generator: torch.Generator | None = None,
-        *,
-        prompt_lengths: Sequence[int] | Tensor | None = None,
-        stop_tokens: int | Sequence[int] | None = None,
-        top_k: int | None = None,
-    ) -> Tensor:
-        """Continue prompts [b, n] up to `seq_len` tokens in all; returns the new ones [b, seq_len -
-        n], int64 for any dtype of the prompt. A model in training mode samples in eval mode; every
-        module then returns to its original mode.
+        """Continue prompts [b, n] up to `seq_len` tokens in all. Yields the new tokens one by one,
+        [b] in int64. A model in training mode samples in eval mode; between tokens every module is
+        in its original mode.
 
         Args:
             seq_len: tokens of the prompt and the new ones, at least those of the prompt.
@@ -496,52 +439,20 @@ class Transformer(Started):
             ValueError: an empty prompt, lengths, thresholds or ids out of range, or a model that is
                 not causal.
         """
-        tokens = list(
-            self.stream(
-                prompt, seq_len, temperature, filter_thres, top_p, use_cache_kv, generator,
-                prompt_lengths=prompt_lengths, stop_tokens=stop_tokens, top_k=top_k,
-            )
-        )  # fmt: skip
+        prompt = check_ids("prompt", prompt, self.token_emb)
+        lengths = check_prompt(prompt, prompt_lengths)
+        if not self.causal:
+            raise ValueError("sampling needs causal=True, this model has causal=False")
+        check_bools(use_cache_kv=use_cache_kv)
+        choose = check_sampling(temperature, filter_thres, top_p, generator, top_k)
+        steps = check_int("seq_len", seq_len, prompt.shape[1]) - prompt.shape[1]
+        stop = check_stop(stop_tokens, getattr(self.token_emb, "num_embeddings", self.num_tokens))
+        return generate(self, prompt, lengths, steps, choose, use_cache_kv, stop)
+
+    def sample(self, prompt: Tensor, seq_len: int, *args: Any, **settings: Any) -> Tensor:
+        """The tokens of `stream`, whose arguments these are: [b, seq_len - n]."""
+        tokens = list(self.stream(prompt, seq_len, *args, **settings))
         return torch.stack(tokens, dim=1) if tokens else prompt[:, :0].long()
-
-
-def merge_defaults(settings: Any, shape: dict[str, Any], used: bool) -> dict[str, Any]:
-    """These arguments of SparseAttention, and `DEFAULT_SPARSE_ATTN` for the others. The stride
-    of a chosen compress_block_size is by default the block size.
-
-    A dense Transformer does not use the arguments: it checks them and warns.
-
-    Raises:
-        ValueError: not a dict, an unknown name, a name that the Transformer sets, or arguments that
-            SparseAttention refuses.
-    """
-    if settings is None:
-        return dict(DEFAULT_SPARSE_ATTN)
-    if not isinstance(settings, Mapping):
-        raise ValueError(f"sparse_attn_kwargs must be a dict or None, got {shown(settings)}")
-    for name in settings:
-        if name in SET_BY_MODEL:
-            raise ValueError(
-                f"sparse_attn_kwargs must not hold {name!r}, which Transformer gives: "
-                f"set Transformer({SET_BY_MODEL[name]}=...)"
-            )
-        if name not in KNOWN:
-            raise ValueError(
-                f"sparse_attn_kwargs must hold arguments of SparseAttention, got {shown(name)}"
-                + nearest(name, KNOWN)
-            )
-    defaults = dict(DEFAULT_SPARSE_ATTN)
-    if "compress_block_size" in settings:
-        del defaults["compress_block_sliding_stride"]
-    settings = defaults | dict(settings)
-    if not used:
-        with torch.device("meta"):
-            SparseAttention(**shape, **settings)
-        warnings.warn(
-            "sparse_attn_kwargs are not used by a Transformer with use_sparse_attn=False",
-            stacklevel=3,
-        )
-    return settings
 
 
 def next_ids(ids: Tensor, layout: Layout) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import blocks
-from .checks.tensors import INDEX_DTYPES, mask_hint, shown
+from .checks import INDEX_DTYPES, describe, mask_hint
 
 
 class Documents(NamedTuple):
@@ -160,7 +160,7 @@ def is_traced(tensor: Tensor) -> bool:
 
 def check_cu_seqlens(cu_seqlens: Any, total: int, batch: int) -> None:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or len(cu_seqlens) == 0:
-        raise ValueError(f"cu_seqlens must be a tensor [documents + 1], got {shown(cu_seqlens)}")
+        raise ValueError(f"cu_seqlens must be a tensor [documents + 1], got {describe(cu_seqlens)}")
     if cu_seqlens.dtype not in INDEX_DTYPES:
         raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
     if batch != 1:
@@ -190,7 +190,9 @@ def check_row_tensor(
         hint = mask_hint(value) if torch.bool in dtypes else ""
         if isinstance(value, Tensor) and torch.bool in dtypes and value.ndim in (3, 4):
             hint = f". It says which tokens are real, [b, n]: causality is causal=True{hint}"
-        raise ValueError(f"{name} must be {kinds} of shape {list(shape)}, got {shown(value)}{hint}")
+        raise ValueError(
+            f"{name} must be {kinds} of shape {list(shape)}, got {describe(value)}{hint}"
+        )
     check_reachable(name, value, device)
 
 

@@ -42,9 +42,9 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("block_sizes", "presets", "kernels.selected"),
     ("kernels.flash", "kernels.topk", "kernels"),
     ("kernels.common",),
-    ("frequencies", "varlen"),
+    ("varlen",),
     ("checks",),
-    ("blocks", "compat", "initialization"),
+    ("blocks", "compat", "initialization", "uncompiled"),
 )
 
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

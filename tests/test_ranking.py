@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from native_sparse_attention import SparseAttention, Transformer
 from native_sparse_attention.compress import MeanPool
-from native_sparse_attention.rotary import rotation
+from native_sparse_attention.rotary import rotate
 from tests.helpers.layers import DIM, layer, normal
 
 INDEX = dict(
@@ -25,7 +25,7 @@ def heads_of(module, x):
         for t in module.to_qkv(x).split(module.qkv_split, dim=-1)
     )
     index = module.to_index(x).unflatten(-1, (-1, module.index_dim)).transpose(1, 2)
-    q, k, index = (rotation(module.rotary_emb, t, 0)(t) for t in (q, k, index))
+    q, k, index = rotate(module.rotary_emb, [q, k, index])
     return q, k, v, index[:, : module.kv_heads], index[:, module.kv_heads :]
 
 

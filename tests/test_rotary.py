@@ -1,4 +1,4 @@
-"""Rotary embedding by its kernels against `rotation` in eager PyTorch: in the interpreter on a CPU,
+"""Rotary embedding by its kernels against eager PyTorch: in the interpreter on a CPU,
 on a GPU in every dtype."""
 
 import pytest
@@ -7,7 +7,7 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
 from native_sparse_attention.ops.triton import elementwise as operator
-from native_sparse_attention.rotary import Rotary, rotate, rotated_heads, rotation
+from native_sparse_attention.rotary import Rotary, rotate, rotated_heads
 from tests.helpers.budget import CUDA, DEVICE
 
 pytest.importorskip("triton")
@@ -88,7 +88,7 @@ def test_strides_and_few_tokens():
     for b, n in ((0, 3), (2, 0), (1, 1)):
         (x, _) = draw(b=b, n=n)
         (out,) = operator.rotate([x], rotary.freqs, 9, None, 1.0)
-        torch.testing.assert_close(out, rotation(rotary, x, 9)(x))
+        torch.testing.assert_close(out, rotate(rotary, [x], 9)[0])
 
 
 def test_the_inverse_undoes_it():
@@ -163,15 +163,15 @@ def test_many_tokens():
     outs = operator.rotate(tensors, rotary.freqs, 5, None, 1.0)
     for out, t in zip(outs, tensors):
         last = t[:, -1:, -3:]
-        expected = rotation(rotary, last.float(), n + 2)(last.float())
+        expected = rotate(rotary, [last.float()], n + 2)[0]
         torch.testing.assert_close(out[:, -1:, -3:].float(), expected, atol=0.02, rtol=0.01)
     del outs, tensors
     q, k = (torch.randn(1, h, n, 128, device="cuda").bfloat16() for h in (64, 1))
     grads = q, q, k, k, k, k
     out = operator.projected_heads_backward(*grads, rotary.freqs, None, 0, -1.0)
     last = torch.cat((q, k), 1)[:, :, -3:].float()
-    back = rotation(rotary, last.flip(2), torch.tensor([1 - n], device="cuda"))
-    turned = back(last.flip(2)).flip(2)  # by the angles of positions -(n - 1), ..
+    # by the angles of positions -(n - 1), ..
+    turned = rotate(rotary, [last.flip(2)], torch.tensor([1 - n], device="cuda"))[0].flip(2)
     expected = torch.cat((turned + last, 2 * k[:, :, -3:].float()), 1)
     out = out.unflatten(-1, (-1, 128))[:, -3:].transpose(1, 2).float()
     torch.testing.assert_close(out, expected, atol=0.05, rtol=0.01)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from native_sparse_attention.checks.scalars import TOO_LARGE
+from native_sparse_attention.checks import TOO_LARGE
 from native_sparse_attention.presets import preset
 
 from .errors import UserError, reason

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks.scalars import TOO_MANY, as_int, check_device, check_int, shown
-from ..compat.graphs import is_exporting
+from ..checks import TOO_MANY, as_int, check_device, check_int, describe
+from ..compat import is_exporting
 from ..compress import unfold
 from ..ops.triton.cache import kernels
 
@@ -313,7 +313,7 @@ def integers(name: str, values: Sequence[int] | Tensor) -> list[int]:
         elements = [None]
     numbers = [as_int(value) for value in elements]
     if isinstance(values, (str, bytes)) or None in numbers:
-        raise ValueError(f"{name} must be integers, one for each row, got {shown(values)}")
+        raise ValueError(f"{name} must be integers, one for each row, got {describe(values)}")
     return [number for number in numbers if number is not None]
 
 
@@ -924,13 +924,13 @@ def check_caches(
     A loss excludes caches."""
     for name, value in (("cache", caches), ("lengths", lengths)):
         if return_loss and value is not None:
-            raise ValueError(f"{name} must be None with return_loss=True, got {shown(value)}")
+            raise ValueError(f"{name} must be None with return_loss=True, got {describe(value)}")
     if caches is None:
         return
     if not isinstance(caches, (list, tuple)):
         raise ValueError(
             f"cache must be a list of one KVCache for each of {len(layers)} layers, as new_cache "
-            f"makes it, got {shown(caches)}"
+            f"makes it, got {describe(caches)}"
         )
     if len(caches) != len(layers):
         raise ValueError(
@@ -938,7 +938,7 @@ def check_caches(
         )
     for index, cache in enumerate(caches):
         if not isinstance(cache, KVCache):
-            raise ValueError(f"cache[{index}] must be a KVCache, got {shown(cache)}")
+            raise ValueError(f"cache[{index}] must be a KVCache, got {describe(cache)}")
     if len(set(map(id, caches))) != len(caches):
         raise ValueError("cache must hold a KVCache for each layer, got one of them twice")
     for cache, layer in zip(caches, layers, strict=True):

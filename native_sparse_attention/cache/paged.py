@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import ceil_div
-from ..checks.scalars import TOO_MANY, check_int, check_ints
+from ..checks import TOO_MANY, check_int, check_ints
 from .kv_cache import KVCache, allocate_zeros
 
 

@@ -13,15 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import blocks
-from ..checks.tensors import (
+from ..checks import (
     check_bool,
     check_devices,
     check_ints,
     check_mask_value,
     check_positive,
 )
-from ..compat.autocast import no_autocast
-from ..compat.transforms import refuse_transforms
+from ..compat import no_autocast, refuse_transforms
 from ..ops.chunked import AttendTiles, Plan, slice_axis, split_range
 from ..ops.reference import Visibility, upcast
 from .segments import SegmentIds, check_qkv, check_segment_ids, is_same_segment

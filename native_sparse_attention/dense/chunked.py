@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks.scalars import TOO_LARGE, check_callable
-from ..checks.tensors import (
+from ..checks import (
+    TOO_LARGE,
     check_any_offset,
     check_bools,
+    check_callable,
     check_groups,
     check_int,
     check_ints,
@@ -24,8 +25,7 @@ from ..checks.tensors import (
     check_positive,
     check_scale,
 )
-from ..compat.autocast import no_autocast
-from ..compat.transforms import refuse_transforms
+from ..compat import no_autocast, refuse_transforms
 from ..ops.chunked import attend, slice_axis
 from ..ops.reference import Visibility, query_positions, upcast
 from .segments import SegmentIds, check_qkv, check_segment_ids, is_same_segment

@@ -14,18 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks.scalars import check_finite
-from ..checks.tensors import (
+from ..checks import (
     check_bool,
     check_broadcasts,
     check_devices,
     check_given,
     check_mask_value,
+    check_number,
     check_same,
     check_shapes,
 )
-from ..compat.autocast import no_autocast
-from ..compat.transforms import refuse_transforms
+from ..compat import no_autocast, refuse_transforms
 from ..ops.chunked import refuse_batched
 from ..ops.reference import upcast
 from .segments import SegmentIds, check_segment_ids
@@ -60,7 +59,7 @@ def check_call(
     if segments is not None:
         visible = visible & (segments.q[:, None, :, None] == segments.kv[:, None, None])
     mask_value = check_mask_value(mask_value, q.dtype)
-    return Settings(visible, mask_value, check_finite("softmax_scale", softmax_scale))
+    return Settings(visible, mask_value, check_number("softmax_scale", softmax_scale))
 
 
 def masked_logits(q: Tensor, k: Tensor, ab: Tensor | None, settings: Settings) -> Tensor:

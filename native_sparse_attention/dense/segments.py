@@ -7,9 +7,17 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks.scalars import check_int, check_ints, shown
-from ..checks.tensors import INTEGER_DTYPES, check_given, check_same, check_shapes, check_tensor
-from ..compat.autocast import in_autocast_dtype
+from ..checks import (
+    INTEGER_DTYPES,
+    check_given,
+    check_int,
+    check_ints,
+    check_same,
+    check_shapes,
+    check_tensor,
+    describe,
+)
+from ..compat import cast_to_autocast_dtype
 
 Int = TypeVar("Int", int, Tensor)
 
@@ -51,7 +59,7 @@ def below_or_on_diag(r: Int, r_blk_size: int, c: Int, c_blk_size: int) -> Any:
     for name, value in (("r", r), ("c", c)):
         if isinstance(value, Tensor):
             if value.dtype not in INTEGER_DTYPES:
-                raise ValueError(f"{name} must be integers, got {shown(value)}")
+                raise ValueError(f"{name} must be integers, got {describe(value)}")
         else:
             check_int(name, value, 0)
     return (r + 1) * r_blk_size - 1 >= c * c_blk_size
@@ -62,7 +70,7 @@ def check_qkv(
 ) -> tuple[dict[str, int], Tensor, Tensor, Tensor]:
     """Check queries, keys and values, and cast them as autocast casts a matmul's inputs."""
     check_given(q=q, k=k, v=v)
-    q, k, v = in_autocast_dtype(q, k, v)
+    q, k, v = cast_to_autocast_dtype(q, k, v)
     dims = check_shapes(q=(q, shapes[0]), k=(k, shapes[1]), v=(v, shapes[2]))
     check_same(q=q, k=k, v=v)
     return dims, q, k, v

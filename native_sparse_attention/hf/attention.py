@@ -17,9 +17,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..attention import SparseAttention
-from ..checks.scalars import shown
-from ..checks.tensors import IMPORTANCE_RULES, check_choice
-from ..compat.sdpa import sdpa
+from ..checks import IMPORTANCE_RULES, check_choice, describe
+from ..compat import sdpa
 from ..compress import windows_of
 from ..config import AttentionConfig, NSAConfig
 from ..ops import branches, decode, dispatch, reference
@@ -221,7 +220,7 @@ def check_model(model: Any, is_switched: bool = True) -> PreTrainedModel:
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model must be a PreTrainedModel of transformers, got {shown(model)}")
+        raise ValueError(f"model must be a PreTrainedModel of transformers, got {describe(model)}")
     config, name, modules = model.config, type(model).__name__, [*model.modules()]
     kinds, problem = layer_types(config), None
     if any(isinstance(module, SparseAttention) for module in modules):

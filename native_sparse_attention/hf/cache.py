@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from ..cache.kv_cache import KVCache
-from ..checks.scalars import check_int, shown
+from ..checks import check_int, describe
 from ..compress import unfold, windows_of
 from .configuration import drop_in_settings
 from .mask import NSAMask
@@ -43,7 +43,7 @@ def kept_means(key: Tensor, l: int, d: int) -> Tensor | None:
 def window_sizes(config: Any) -> tuple[int, int]:
     """Tokens of a window of the compressed keys, and from window to window, by `model.config`."""
     if not isinstance(config, PreTrainedConfig):
-        raise ValueError(f"config must be model.config, got {shown(config)}")
+        raise ValueError(f"config must be model.config, got {describe(config)}")
     settings = drop_in_settings(config.get_text_config(decoder=True))
     return settings["compress_block_size"], settings["compress_block_sliding_stride"]
 

@@ -9,17 +9,17 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..checks.keywords import check_keywords
-from ..checks.scalars import (
+from ..checks import (
     TOO_LARGE,
     check_bool,
+    check_choice,
     check_factor,
     check_int,
+    check_keywords,
     check_layers,
-    check_probability,
-    shown,
+    check_number,
+    describe,
 )
-from ..checks.tensors import check_choice
 from ..config import NSAConfig
 from ..presets import preset
 from ..ranking import WEIGHTS
@@ -60,7 +60,7 @@ def layer_config(
     branches."""
     if not isinstance(user, (NSAConfig, Mapping, type(None))):
         raise ValueError(
-            f"{argument} must be an NSAConfig, a dict of settings or None, got {shown(user)}"
+            f"{argument} must be an NSAConfig, a dict of settings or None, got {describe(user)}"
         )
     if isinstance(user, NSAConfig):
         values = {name: getattr(user, name) for name in (*defaults, *fixed)}
@@ -69,7 +69,9 @@ def layer_config(
     values = {**(user or {}), **settings}
     for name, value in fixed.items():
         if (got := values.pop(name, value)) != value:
-            raise ValueError(f"{name} must be {value!r}, which the model decides, got {shown(got)}")
+            raise ValueError(
+                f"{name} must be {value!r}, which the model decides, got {describe(got)}"
+            )
     check_keywords(values, defaults)
     if "compress_block_size" in values:
         values.setdefault("compress_block_sliding_stride", None)
@@ -196,7 +198,7 @@ class NSAModelConfig(PreTrainedConfig):
             if options.get(name) not in (None, value):
                 raise ValueError(
                     f"{name} must be {value!r}, as the model has no other, got "
-                    f"{shown(options[name])}"
+                    f"{describe(options[name])}"
                 )
         super().__post_init__(**options)
 
@@ -228,7 +230,7 @@ class NSAModelConfig(PreTrainedConfig):
             raise ValueError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
         for name in ("rms_norm_eps", "rope_theta"):
             setattr(self, name, check_factor(name, getattr(self, name)))
-        check_probability("initializer_range", self.initializer_range)
+        check_number("initializer_range", self.initializer_range, "in [0, 1]", 0.0, 1.0)
         for name in ("qkv_bias", "out_bias", "qk_norm", "tie_word_embeddings"):
             setattr(self, name, check_bool(name, getattr(self, name)))
         for name in ("dense_layers", "local_layers"):
@@ -275,7 +277,9 @@ class NSAModelConfig(PreTrainedConfig):
             form, length = nsa.pop("preset", None), nsa.pop("length", None)
             check_keywords(nsa, (*SETTINGS, *self.widths))
             if form is None and length is not None:
-                raise ValueError(f"length in nsa goes with a preset, got {shown(length)} without")
+                raise ValueError(
+                    f"length in nsa goes with a preset, got {describe(length)} without"
+                )
             if form is not None:
                 nsa = preset(form, self.max_position_embeddings if length is None else length, nsa)
         return layer_config(nsa, {}, SETTINGS, self.widths, "nsa")

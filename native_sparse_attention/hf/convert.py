@@ -18,10 +18,10 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from ..attention import SparseAttention
-from ..checks.scalars import check_factor, shown
+from ..checks import check_factor, describe
 from ..compress import MeanPool
 from ..config import NSAConfig
-from ..gate import GateLinear
+from ..gate import gate_linear
 from ..initialization import assign
 from .attention import check_model
 from .configuration import CONVERTED_KEY as KEY
@@ -190,7 +190,7 @@ def sparse_layer(
     if first not in config.branches:
         raise ValueError(
             "branches must hold 'selected' or 'window', one of which begins as the attention of "
-            f"the model, got {shown(config.branches)}"
+            f"the model, got {describe(config.branches)}"
         )
     networks: dict[str, Any] = dict(rotary_emb=False)
     if inv_freq is not None:
@@ -199,7 +199,7 @@ def sparse_layer(
         networks["compress_mlp"] = MeanPool()
     if len(config.branches) > 1:
         begin = tuple(gate_bias if branch == first else -gate_bias for branch in config.branches)
-        networks["strategy_combine_mlp"] = GateLinear(config.dim, H, begin)
+        networks["strategy_combine_mlp"] = gate_linear(config.dim, H, begin)
     layer = SparseAttention.from_config(config, **networks).to(out.weight.device, out.weight.dtype)
     kv_sets = 1 if config.branch_kv == "shared" else len(config.branches)
     for part, (q, k, v) in projections.items():
@@ -266,7 +266,7 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
 
     folder = Path(path) if isinstance(path, (str, Path)) else None
     if folder is None or not (folder / "config.json").is_file():
-        raise ValueError(f"path must be a folder with config.json, got {shown(path)}")
+        raise ValueError(f"path must be a folder with config.json, got {describe(path)}")
     config = AutoConfig.from_pretrained(folder)
     text = config.get_text_config(decoder=True)
     saved, files = getattr(text, KEY, None), sorted(folder.glob("model*.safetensors"))

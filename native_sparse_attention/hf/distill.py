@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks.scalars import check_choice, check_factor, check_ints, shown
+from ..checks import check_choice, check_factor, check_ints, describe
 from ..recipes import ranking_alone
 from .modeling import attention_modules, ranking_losses
 
@@ -61,7 +61,7 @@ def distill(
     check_choice("stage", stage, ("ranking", "all"))
     layers = [layer.attention for layer in attention_modules(model)]
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 2:
-        raise ValueError(f"ids must be [N, T] integers, got {shown(ids)}")
+        raise ValueError(f"ids must be [N, T] integers, got {describe(ids)}")
     is_alone, minimum = stage == "ranking", 0
     for c in (layer.config for layer in layers):
         blocks = c.num_initial_blocks + max(1, c.num_local_blocks) + 2

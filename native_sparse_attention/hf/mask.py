@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from .. import varlen
-from ..checks.scalars import shown
+from ..checks import describe
 from .configuration import CONVERTED_KEY, KEY, dense_limit, drop_in_settings
 
 HINT = (
@@ -147,7 +147,7 @@ def check_call(
         )
     if mask is not None and not isinstance(mask, NSAMask):
         raise ValueError(
-            f"attention_mask must be [B, S] with sparse attention, got {shown(mask)}: {HINT}"
+            f"attention_mask must be [B, S] with sparse attention, got {describe(mask)}: {HINT}"
         )
     if not is_first or T == 1 or torch.compiler.is_compiling():
         return

@@ -21,7 +21,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.utils import can_return_tuple
 
 from ..attention import SparseAttention
-from ..frequencies import reset_frequencies
 from ..ranking import sampled
 from ..rotary import Rotary
 from .cache import layer_of
@@ -207,7 +206,7 @@ class NSAPreTrainedModel(LlamaPreTrainedModel):
         all else as `SparseAttention` begins."""
         super()._init_weights(module)
         if isinstance(module, Rotary):
-            reset_frequencies(module)
+            module.reset_parameters()
         if not isinstance(module, SparseAttention):
             return
         weights = list(module.parameters())

@@ -16,7 +16,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from ..checks.scalars import shown
+from ..checks import describe
 from .configuration import (
     CONVERTED_KEY,
     DEFAULTS,
@@ -75,7 +75,7 @@ def load(path: Path, settings: Mapping[str, Any] | None, is_cpu: bool) -> tuple[
     if settings is not None and is_native:
         raise ValueError(
             "settings must be None for a model of type 'nsa', whose config.json has its own, got "
-            f"{shown(dict(settings))}"
+            f"{describe(dict(settings))}"
         )
     if not is_converted and not is_native:
         user = dict((getattr(config, KEY, None) or {}) if settings is None else settings)

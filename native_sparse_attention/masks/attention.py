@@ -14,8 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..checks.scalars import check_callable, check_scale
-from ..checks.tensors import check_given, check_groups, check_same, check_shapes
+from ..checks import (
+    check_callable,
+    check_given,
+    check_groups,
+    check_same,
+    check_scale,
+    check_shapes,
+)
 from ..ops.reference import masked_softmax, times, upcast
 from .gallery import check_cu_seqlens, sequence_ids
 from .scores import ScoreMod

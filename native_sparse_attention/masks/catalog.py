@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import blocks
-from ..checks.scalars import check_choice, check_int, check_ints
+from ..checks import check_choice, check_int, check_ints
 from . import attention, gallery, nsa
 from .tiles import MaskMod
 

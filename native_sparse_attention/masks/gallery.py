@@ -15,8 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..checks.scalars import check_bool, check_int, check_ints, shown
-from ..checks.tensors import INTEGER_DTYPES
+from ..checks import INTEGER_DTYPES, check_bool, check_int, check_ints, describe
 from .nsa import sliding_mask_mod
 from .tiles import MaskMod, constant
 
@@ -239,7 +238,7 @@ def check_integers(name: str, value: Tensor | None, *ndims: int) -> Tensor:
         or value.ndim not in ndims
     ):
         axes = " or ".join(map(str, ndims))
-        raise ValueError(f"{name} must be an integer tensor of {axes} axes, got {shown(value)}")
+        raise ValueError(f"{name} must be an integer tensor of {axes} axes, got {describe(value)}")
     return value
 
 

@@ -17,8 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import blocks
-from ..checks.scalars import TOO_LARGE, check_bool, check_int, check_ints, shown
-from ..checks.tensors import INDEX_DTYPES, check_given
+from ..checks import (
+    INDEX_DTYPES,
+    TOO_LARGE,
+    check_bool,
+    check_given,
+    check_int,
+    check_ints,
+    describe,
+)
 from .tiles import (
     TILE,
     MaskMod,
@@ -100,7 +107,7 @@ def selected_mask_mod(
     check_given(membership=membership)
     if membership.dtype != torch.bool or membership.ndim != 4:
         raise ValueError(
-            f"membership must be bool of shape [b, r, i, c + 1], got {shown(membership)}"
+            f"membership must be bool of shape [b, r, i, c + 1], got {describe(membership)}"
         )
     size, first = check_number("block_size", block_size, 1), check_number("offset", offset)
     groups = check_number("num_grouped_queries", num_grouped_queries, 1)

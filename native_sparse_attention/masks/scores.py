@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..checks.scalars import (
+from ..checks import (
     LARGEST,
     LEAST_NORMAL,
     TOO_MANY,
@@ -25,7 +25,7 @@ from ..checks.scalars import (
     check_device,
     check_int,
     check_number,
-    shown,
+    describe,
 )
 from .tiles import constant
 
@@ -73,7 +73,7 @@ def alibi(
     if slopes is None:
         slopes = alibi_slopes(num_heads, device)
     elif not is_floating(slopes) or list(slopes.shape) != [num_heads]:
-        raise ValueError(f"slopes must be floating, of shape [{num_heads}], got {shown(slopes)}")
+        raise ValueError(f"slopes must be floating, of shape [{num_heads}], got {describe(slopes)}")
     return partial(alibi_bias, slopes=slopes)
 
 
@@ -98,7 +98,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
         ValueError: a table of another shape or dtype.
     """
     if not is_floating(table):
-        raise ValueError(f"table must be a floating tensor, got {shown(table)}")
+        raise ValueError(f"table must be a floating tensor, got {describe(table)}")
     if table.ndim not in (1, 2) or table.shape[-1] % 2 == 0:
         raise ValueError(
             "table must have shape [heads, 2 m + 1] or [2 m + 1], an entry for every distance of "

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks.scalars import check_callable, check_device, check_ints
+from ..checks import check_callable, check_device, check_ints
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

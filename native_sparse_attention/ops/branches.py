@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import blocks
-from ..checks.tensors import BRANCHES
-from ..compat.graphs import is_exporting
-from ..compat.sdpa import sdpa
+from ..checks import BRANCHES
+from ..compat import is_exporting, sdpa
 from ..config import AttentionConfig
 from . import chunked, dispatch, flex, reference
 from .call import Call

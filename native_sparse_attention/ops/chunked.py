@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .. import blocks
-from ..compat import transforms
-from ..compat.autocast import in_autocast_dtype, no_autocast
+from ..compat import cast_to_autocast_dtype, is_legacy_batched, no_autocast, refuse_transforms
 from ..config import AttentionConfig
 from . import local, reference
 from .call import Call
@@ -60,8 +59,8 @@ def refuse_batched(*grads: Tensor) -> None:
     Raises:
         NotImplementedError: torch.autograd or `vmap` has batched the gradients.
     """
-    transforms.refuse_transforms("the backward of attention in linear memory")
-    if any(transforms.is_legacy_batched(g) for g in grads):
+    refuse_transforms("the backward of attention in linear memory")
+    if any(is_legacy_batched(g) for g in grads):
         raise NotImplementedError(
             "the backward of attention in linear memory cannot batch gradients (is_grads_batched, "
             "vectorize=True): use torch.autograd.grad, one gradient at a time"
@@ -339,7 +338,7 @@ def attend_branch(call: Call, config: AttentionConfig, return_lse: bool = False)
     """The attention [B T H E] of one branch in fp32 or better, and on request its log-sum-exp."""
     compute, q = reference.BRANCHES[config.branches[0]], call.q
     names = [n for n in ("q", "k", "v", "mem_k", "mem_v") if getattr(call, n) is not None]
-    floats = in_autocast_dtype(*(getattr(call, n) for n in names))
+    floats = cast_to_autocast_dtype(*(getattr(call, n) for n in names))
     dtype = floats[2].dtype
     with no_autocast(q.device.type):
         upcasted = call.but(**dict(zip(names, upcast(*floats), strict=True)))

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks.tensors import (
+from ..checks import (
     BRANCHES,
     INDEX_DTYPES,
     check_given,
     check_shapes,
     check_tensor,
-    shown,
+    describe,
 )
-from ..compat.transforms import refuse_transforms
+from ..compat import refuse_transforms
 from ..config import DEFAULTS, AttentionConfig, config_of_key
 from . import branches, dispatch, nsa
 from .call import Call, DecodeInputs, pick
@@ -237,7 +237,7 @@ def check_ranking(
     if not isinstance(ranking, Tensor) or ranking.shape != shape or ranking.dtype != torch.int32:
         raise ValueError(
             f"ranking must be int32 of shape {list(shape)}, of at least T + 1 = {min_tokens} "
-            f"tokens, got {shown(ranking)}"
+            f"tokens, got {describe(ranking)}"
         )
     check_tensor("ranking", ranking, (torch.int32,), device, shape)
     check_contiguous("ranking", ranking)

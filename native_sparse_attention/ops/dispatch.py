@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checks.tensors import BACKENDS, check_choice, shown
+from ..checks import BACKENDS, check_choice, describe
 from ..config import AttentionConfig
 from . import chunked, flex
 from .call import Call
@@ -32,7 +32,7 @@ def choose(backend: Backend, op: str, call: Any, config: AttentionConfig) -> str
         NotImplementedError: no given backend supports the call; lists the reasons of each.
     """
     if not isinstance(backend, (str, tuple)):
-        raise ValueError(f"backend must be a name or a tuple of names, got {shown(backend)}")
+        raise ValueError(f"backend must be a name or a tuple of names, got {describe(backend)}")
     if backend == "auto":
         backend = ("triton", "flex", "eager") if call.q.is_cuda else ("eager",)
     names = backend if isinstance(backend, tuple) else (backend,)

@@ -32,7 +32,7 @@ from typing import Any
 from torch import Tensor
 
 from ..block_sizes import BlockSizes, check_block_sizes
-from ..checks.tensors import (
+from ..checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     check_bool,

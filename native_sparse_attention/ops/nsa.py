@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..block_sizes import BlockSizes
-from ..checks.tensors import (
+from ..checks import (
     BRANCHES,
     FLOAT_DTYPES,
     check_bools,
@@ -23,7 +23,7 @@ from ..checks.tensors import (
     check_shapes,
     check_tensor,
     check_windows,
-    shown,
+    describe,
 )
 from ..config import DEFAULTS, AttentionConfig
 from ..varlen import Documents
@@ -40,12 +40,12 @@ def check_flex_masks(sliding_window: Any, fine_selection: Any) -> None:
         if not isinstance(sliding_window, BlockMask):
             raise ValueError(
                 "sliding_window_flex_mask must be a BlockMask, as create_sliding_mask makes it, "
-                f"got {shown(sliding_window)}"
+                f"got {describe(sliding_window)}"
             )
     if fine_selection is not None and not callable(fine_selection):
         raise ValueError(
             "fine_selection_flex_mask must be a function, as create_fine_mask makes it, "
-            f"got {shown(fine_selection)}"
+            f"got {describe(fine_selection)}"
         )
 
 

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from .. import varlen as docs
-from ..checks.keywords import check_keywords
-from ..checks.tensors import (
+from ..checks import (
     HINT,
     INDEX_DTYPES,
     check_bool,
     check_given,
     check_ints,
+    check_keywords,
     check_tensor,
 )
-from ..compat.transforms import refuse_transforms
+from ..compat import refuse_transforms
 
 # arguments whose second axis counts tokens or windows
 TOKENS = ("q", "k", "v", "cq", "window_k", "window_v", "branch_gates", "block_indices", "gates")

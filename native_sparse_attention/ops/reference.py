@@ -23,8 +23,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from .. import blocks
-from ..compat.autocast import no_autocast
-from ..compat.graphs import free_size, is_exporting
+from ..compat import free_size, is_exporting, no_autocast
 from ..config import AttentionConfig
 from ..varlen import Documents
 from .call import Call

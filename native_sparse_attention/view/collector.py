@@ -17,9 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import SparseAttention
-from ..checks.networks import check_model
-from ..checks.scalars import as_int, check_int, shown
-from ..checks.tensors import INDEX_DTYPES
+from ..checks import INDEX_DTYPES, as_int, check_int, check_model, describe
 from ..config import AttentionConfig, NSAConfig
 from ..ops.call import Call
 from .measures import Queries, measure, share_in_common
@@ -77,7 +75,7 @@ class Reading:
     def of_kind(self, kind: str) -> Tensor | None:
         """The slots of `blocks` of one kind: "initial", "ranked" or "local"."""
         if kind not in ("initial", "ranked", "local"):
-            raise ValueError(f"kind must be 'initial', 'ranked' or 'local', got {shown(kind)}")
+            raise ValueError(f"kind must be 'initial', 'ranked' or 'local', got {describe(kind)}")
         if self.blocks is None:
             return None
         first = self.kinds.index(kind) if kind in self.kinds else 0
@@ -166,7 +164,7 @@ def sparse_layers(model: Any, layers: Any) -> dict[str, SparseAttention]:
     if layers is None:
         return sparse
     if isinstance(layers, (str, bytes)) or not isinstance(layers, Sequence) or not layers:
-        raise ValueError(f"layers must be a list of names or numbers, got {shown(layers)}")
+        raise ValueError(f"layers must be a list of names or numbers, got {describe(layers)}")
     names = list(sparse)
     picked = set()
     for layer in layers:
@@ -175,7 +173,7 @@ def sparse_layers(model: Any, layers: Any) -> dict[str, SparseAttention]:
         if name not in names:
             raise ValueError(
                 f"layers must name layers of the model ({', '.join(names[:4])} ...) or be numbers "
-                f"below {len(names)}, got {shown(layer)}"
+                f"below {len(names)}, got {describe(layer)}"
             )
         picked.add(name)
     return {name: layer for name, layer in sparse.items() if name in picked}
@@ -262,7 +260,7 @@ def collect(
         if not is_right or queries.min() < 0:
             raise ValueError(
                 "queries must be a number, positions [m] of at least 0 or None for all, "
-                f"got {shown(queries)}"
+                f"got {describe(queries)}"
             )
         queries = queries.detach().cpu().long()
     elif queries is not None:

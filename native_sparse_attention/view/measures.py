@@ -15,7 +15,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from .. import blocks
-from ..compat.autocast import no_autocast
+from ..compat import no_autocast
 from ..config import AttentionConfig
 from ..ops import branches, dispatch
 from ..ops.call import Call

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks.scalars import shown
-from ..checks.tensors import INTEGER_DTYPES
+from ..checks import INTEGER_DTYPES, describe
 from ..generate import evaluating
 from .collector import Reading, collect
 
@@ -103,16 +102,16 @@ def page(
     except (TypeError, ValueError, RuntimeError):
         ids = torch.empty(0)
     if ids.ndim != 1 or ids.dtype not in INTEGER_DTYPES or not len(ids):
-        raise ValueError(f"tokens must be ids [n] of one text, got {shown(tokens)}")
+        raise ValueError(f"tokens must be ids [n] of one text, got {describe(tokens)}")
     texts = list(texts)
     if len(texts) != len(ids):
         raise ValueError(f"texts must have a text for each of {len(ids)} tokens, got {len(texts)}")
     if others := [text for text in texts if not isinstance(text, str)]:
-        raise ValueError(f"texts must be strings, got {shown(others[:1])}")
+        raise ValueError(f"texts must be strings, got {describe(others[:1])}")
     if not isinstance(title, str):
-        raise ValueError(f"title must be a string, got {shown(title)}")
+        raise ValueError(f"title must be a string, got {describe(title)}")
     if not isinstance(model_kwargs, (Mapping, type(None))):
-        raise ValueError(f"model_kwargs must be a dict of arguments, got {shown(model_kwargs)}")
+        raise ValueError(f"model_kwargs must be a dict of arguments, got {describe(model_kwargs)}")
     with (
         collect(model, queries, layers=layers, seed=seed) as seen,
         evaluating(model),

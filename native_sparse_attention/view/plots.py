@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks.scalars import check_int, shown
+from ..checks import check_int, describe
 from .collector import Collection, Reading
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def new_figure(width: float, height: float) -> tuple[Figure, Any]:
 
 def get_readings(collection: Any, index: int) -> list[Reading]:
     if not isinstance(collection, Collection):
-        raise ValueError(f"collection must be what collect gives, got {shown(collection)}")
+        raise ValueError(f"collection must be what collect gives, got {describe(collection)}")
     return collection.forward(index)
 
 
@@ -51,7 +51,7 @@ def plot_selection(reading: Reading, head: int = 0, *, sequence: int = 0) -> Fig
         ImportError: matplotlib is not installed.
     """
     if not isinstance(reading, Reading):
-        raise ValueError(f"reading must be a Reading of collect, got {shown(reading)}")
+        raise ValueError(f"reading must be a Reading of collect, got {describe(reading)}")
     config = reading.config
     if reading.blocks is None or reading.block_mass is None:
         raise ValueError(f"reading must be of a selected branch, got {config.branches}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from typing import Any
 
-from ..checks.scalars import shown
+from ..checks import describe
 
 # a token that ends no character, or stands for nothing that a reader sees
 NOTHING = "·"
@@ -64,9 +64,9 @@ def token_texts(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
         ValueError: no tokenizer, or a text that is no string.
     """
     if not callable(tokenizer):
-        raise ValueError(f"tokenizer must be one of transformers, got {shown(tokenizer)}")
+        raise ValueError(f"tokenizer must be one of transformers, got {describe(tokenizer)}")
     if not isinstance(text, str):
-        raise ValueError(f"text must be a string, got {shown(text)}")
+        raise ValueError(f"text must be a string, got {describe(text)}")
     if not getattr(tokenizer, "is_fast", False):
         ids = list(tokenizer(text, verbose=False)["input_ids"])
         return ids, decoded_texts(tokenizer, ids)

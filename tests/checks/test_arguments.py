@@ -1,7 +1,6 @@
 """Bad arguments of public functions and constructors: one ValueError that names the argument; and
 good ones of unusual types."""
 
-import contextlib
 import inspect
 import re
 import warnings
@@ -9,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from einops import EinopsError
 from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
@@ -58,7 +58,7 @@ def calls():
         "PagedKVCache": (PagedKVCache, paged),
         "layer": (layer.forward, dict(inp=torch.randn(B, T, 16))),
         "model": (model.forward, dict(ids=ids)),
-        "sample": (model.sample, dict(prompt=ids, seq_len=T + 1)),
+        "stream": (model.stream, dict(prompt=ids, seq_len=T + 1)),
         "new_cache": (model.new_cache, paged),
         "compressed": (nsa.compressed_attention, compressed),
         "selected": (nsa.selected_attention, selected),
@@ -76,11 +76,6 @@ def calls():
         ),
         "mask_blocker": (nsa.mask_blocker, dict(mask=torch.ones(T, T), **blocks)),
         "mha": (nsa.mha_reference, dict(q=square, k=square, v=square)),
-        "GroupedMLP": (networks.GroupedMLP, dict(dim_head=8, compress_window_size=8, heads=2)),
-        "CompressTransformer": (
-            networks.CompressTransformer,
-            dict(num_layers=1, dim=16, num_heads=2),
-        ),
         "create_sliding_mask": (masks.create_sliding_mask, dict(seq_len=16, window_size=4)),
         "create_fine_mask": (masks.create_fine_mask, dict(seq_len=16, fine_block_size=4)),
         "create_compress_mask": (
@@ -195,36 +190,30 @@ X = torch.randn(B, T, 16)
 
 
 @pytest.mark.parametrize(
-    "keyword, hint",
+    "settings",
     [
-        ("attention_mask", "use mask="),
-        ("key_padding_mask", "use mask="),
-        ("attn_mask", "use mask="),
-        ("past_key_values", "use cache="),
-        ("return_cach", "did you mean return_cache"),
+        dict(strategy_combine_mlp=nn.Linear(16, 8)),
+        dict(strategy_combine_mlp=nn.Linear),
+        dict(compress_mlp=nn.Identity()),
+        dict(compress_mlp=networks.AttentionPool(4, 8)),
+        dict(compress_mlp=networks.GroupedMLP(8, 8, 3)),
     ],
+    ids=str,
 )
-def test_keywords_of_other_libraries(keyword, hint):
-    ids = torch.zeros(1, 4, dtype=torch.long)
-    for call in (
-        lambda **kwargs: SparseAttention(**LAYER)(X, **kwargs),
-        lambda **kwargs: Transformer(**MODEL)(ids, **kwargs),
-    ):
-        for kind in (ValueError, TypeError):
-            with pytest.raises(kind, match=f"{keyword}.*{hint}"):
-                call(**{keyword: None})
+def test_networks_of_other_widths(settings):
+    """PyTorch, einops or the layer raises, at the latest in a forward."""
+    with pytest.raises((ValueError, TypeError, RuntimeError, EinopsError)):
+        SparseAttention(**LAYER | settings)(X)
+
+
+def test_unexpected_keywords():
     q, k, v, *_ = tensors()
-    with pytest.raises(ValueError, match="is_causal.*use causal="):
-        nsa.sliding_window_attention(q, k, v, sliding_window_size=3, is_causal=True)
+    for kind in (ValueError, TypeError):
+        with pytest.raises(kind, match="did you mean soft_cap"):
+            nsa.sliding_window_attention(q, k, v, sliding_window_size=3, softcap=1.0)
 
 
 MESSAGES = {
-    "strategy_combine_mlp must map [b n dim] to": dict(strategy_combine_mlp=nn.Linear(16, 7)),
-    "give an instance of it": dict(strategy_combine_mlp=nn.Linear),
-    "compress_mlp must be a torch.nn.Module": dict(compress_mlp=lambda x: x),
-    "compress_mlp must map [b h w l d] to": dict(compress_mlp=nn.Identity()),
-    "to [b h w d], here [1, 2, 1, 8, 8]": dict(compress_mlp=networks.AttentionPool(4, 8)),
-    "got GroupedMLP": dict(compress_mlp=networks.GroupedMLP(8, 8, 3)),
     "heads must be a multiple of kv_heads, got heads=4 and kv_heads=3": dict(kv_heads=3),
     "dim_head must be even for rotary embedding, got 7": dict(dim_head=7),
     "compress_block_size must be at least": dict(compress_block_sliding_stride=16),
@@ -236,7 +225,7 @@ MESSAGES = {
         importance="probs", interpolated_importance_score=True
     ),
     "rotary_emb must have use_xpos=False": dict(rotary_emb=RotaryEmbedding(8, use_xpos=True)),
-    "rotary_emb must rotate at most dim_head=8": dict(rotary_emb=RotaryEmbedding(16)),
+    "which rotate at most dim_head=8 features": dict(rotary_emb=RotaryEmbedding(16)),
     "rope_theta must be a positive finite number, got int 1000": dict(rope_theta=10**400),
 }
 
@@ -271,21 +260,6 @@ def test_triton_says_why_not():
         assert layer(X.double(), disable_triton_kernel=True).shape == X.shape
 
 
-def test_good_networks():
-    gate = nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.5), nn.Linear(8, 12))
-    layer = SparseAttention(**{**LAYER, "strategy_combine_mlp": gate})
-    assert layer.to_strategy_combine[0] is gate
-    for net in (networks.MeanPool(), networks.GroupedMLP(8, 8, 2), nn.Sequential(LazyPool())):
-        assert SparseAttention(**{**LAYER, "compress_mlp": net})(X).shape == X.shape
-
-
-class LazyPool(nn.Module):
-    """Has no form on meta tensors: it asks for a number."""
-
-    def forward(self, kv):
-        return kv.mean(-2) * float(kv.detach().sum() * 0 + 1)
-
-
 def test_more_blocks_than_there_are():
     torch.manual_seed(0)
     few, many = (SparseAttention(**{**LAYER, "num_selected_blocks": n}) for n in (64, 60_000))
@@ -296,14 +270,6 @@ def test_more_blocks_than_there_are():
 def sample(**change):
     prompt = torch.zeros(1, 4, dtype=torch.long)
     Transformer(**MODEL).sample(**dict(prompt=prompt, seq_len=6) | change)
-
-
-def sparse(kwargs):
-    """Checked by dense models too."""
-    with contextlib.suppress(ValueError):
-        Transformer(**MODEL, use_sparse_attn=False, sparse_attn_kwargs=kwargs)
-        pytest.fail("a dense model takes them")
-    Transformer(**MODEL, use_sparse_attn=True, sparse_attn_kwargs=kwargs)
 
 
 HINTS = {
@@ -332,20 +298,15 @@ HINTS = {
     "sampling": (
         lambda change: sample(**change),
         {
-            "temperature must be 0 or less, or at least": dict(temperature=1e-320),
             "seq_len must be an integer of at least 4, got 3": dict(seq_len=3),
-            "stop_tokens must be token ids below 32": dict(stop_tokens=32),
+            "stop_tokens must be an integer of at least 0 and below 32": dict(stop_tokens=32),
             "generator must be a torch.Generator": dict(generator=5),
             "prompt_lengths must be integers": dict(prompt_lengths=[True]),
         },
     ),
     "sparse_attn_kwargs": (
-        sparse,
-        {
-            "sparse_attn_kwargs must be a dict": [1],
-            "sparse_attn_kwargs must not hold 'dim'": dict(dim=3),
-            "did you mean sliding_window_size?": dict(sliding_window=3),
-        },
+        lambda settings: Transformer(**MODEL, sparse_attn_kwargs=settings),
+        {"sparse_attn_kwargs must be a dict": [1]},
     ),
 }
 
@@ -370,8 +331,8 @@ def test_loss_with_a_cache():
 
 def test_small_temperatures_are_greedy():
     logits = torch.tensor([[-3.0, 5.0, 1.0], [4.0, 2.0, 3.0]])
-    for top_p in (None, 1e-38):
-        assert sample_token(logits, 1e-37, 0.0, top_p, None).tolist() == [1, 0]
+    for temperature, top_p in ((1e-37, None), (1e-37, 1e-38), (1e-320, None)):
+        assert sample_token(logits, temperature, 0.0, top_p, None).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from native_sparse_attention.compat.sdpa import sdpa
+from native_sparse_attention.compat import sdpa
 
 
 @pytest.mark.parametrize("T, plans", [(1, False), (2, True)])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ... import blocks
 from ...block_sizes import flat
-from ...checks.tensors import BRANCHES
+from ...checks import BRANCHES
 from ...config import AttentionConfig, config_of_key
 from ..call import DIFFERENTIABLE, Call, requires_grad, unflatten
 from .operator import aligned, operator, refuse_higher_derivatives, unit_stride

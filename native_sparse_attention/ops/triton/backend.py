@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import blocks
-from ...checks.tensors import BRANCHES
+from ...checks import BRANCHES
 from ...config import AttentionConfig
 from ..call import Call, requires_grad
 from ..chunked import selection_gates

@@ -1,0 +1,537 @@
+"""Checks of arguments, at the public edge. Each raises a ValueError that names the argument, what
+was expected and what came. Those of single values return the plain Python value."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import blocks
+from .compat import is_exporting
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INDEX_DTYPES = (torch.int32, torch.int64)
+INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, *INDEX_DTYPES)
+BACKENDS = ("auto", "triton", "flex", "eager")
+IMPORTANCE_RULES = ("logits", "probs", "max")
+BRANCHES = ("compressed", "selected", "window")
+BRANCH_KV = ("shared", "independent")
+
+# Integers must be below this, so that the sum of two fits into 32 bits.
+TOO_LARGE = 2**30
+# Limit of sequences and pages of a cache, since Python lists count them.
+TOO_MANY = 2**24
+# Limit of slots per query in block indices: with 64 tokens per block they cover 4 million tokens.
+TOO_MANY_BLOCKS = 2**16
+# The least normal float32: a division by less gives inf, and then NaN.
+LEAST_NORMAL = torch.finfo(torch.float32).tiny
+LARGEST = torch.finfo(torch.float32).max
+
+# axes that must not be empty: heads, heads of a group, and widths of keys and values
+NEVER_EMPTY = "HKGDE"
+HINT = "did you pass [B, H, T, D]? Tensors are [B, T, H, D]: use .transpose(1, 2)"
+
+
+def describe(value: Any) -> str:
+    """A value in one line, for messages."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {list(value.shape)} on {value.device}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{type(value).__name__} {text[:60]}..."
+
+
+# keywords
+
+
+class UnexpectedKeyword(ValueError, TypeError):
+    """An unknown keyword: a TypeError as in Python, and a ValueError as for other arguments."""
+
+
+def check_keywords(keywords: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `UnexpectedKeyword` for the first unknown keyword, with a suggestion."""
+    names = list(known)
+    for name in keywords:
+        if name not in names:
+            similar = difflib.get_close_matches(name, names, n=1)
+            hint = f": did you mean {similar[0]}?" if similar else ""
+            raise UnexpectedKeyword(f"got an unexpected keyword argument {name!r}{hint}")
+
+
+# values
+
+
+def check_type(name: str, value: Any, kind: type, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be {expected}, got {describe(value)}")
+
+
+def check_model(model: Any) -> None:
+    check_type("model", model, nn.Module, "an nn.Module")
+
+
+def check_generator(generator: Any) -> None:
+    if generator is not None:
+        check_type("generator", generator, torch.Generator, "a torch.Generator or None")
+
+
+def check_callable(name: str, function: Any, signature: str, required: bool = False) -> None:
+    if (function is not None or required) and not callable(function):
+        expected = f"a function of {signature}" + ("" if required else " or None")
+        raise ValueError(f"{name} must be {expected}, got {describe(function)}")
+
+
+def check_device(name: str, device: Any) -> torch.device:
+    """Check a device, its name, or the number of a GPU."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        expected = "a torch.device or the name of one"
+        raise ValueError(f"{name} must be {expected}, got {describe(device)}") from error
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...] | Mapping[str, Any]) -> None:
+    if not isinstance(value, (str, bool)) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """True or False, numpy's too; neither 1 nor "False"."""
+    if value is True or value is False:
+        return value
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise ValueError(f"{name} must be True or False, got {describe(value)}")
+
+
+def check_bools(**values: Any) -> tuple[bool, ...]:
+    return tuple(check_bool(name, value) for name, value in values.items())
+
+
+def as_int(value: Any) -> Any:
+    """A value of any integral type as an integer; None for other values, booleans included. A
+    symbolic integer stays symbolic."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except (TypeError, RuntimeError):
+        return None
+
+
+def check_int(name: str, value: Any, minimum: int, limit: int = TOO_LARGE) -> int:
+    """Check an integer of any integral type, bools excluded: `minimum <= value < limit`. A symbolic
+    integer is not compared, since that would add a guard to the graph."""
+    number = as_int(value)
+    if isinstance(value, torch.SymInt):
+        return number
+    if number is None or not minimum <= number < limit:
+        end = f" and below {limit}" if number is not None and number >= limit else ""
+        raise ValueError(
+            f"{name} must be an integer of at least {minimum}{end}, got {describe(value)}"
+        )
+    return number
+
+
+def check_ints(minimum: int, **values: Any) -> tuple[int, ...]:
+    return tuple(check_int(name, value, minimum) for name, value in values.items())
+
+
+def check_layers(name: str, layers: Any, count: int) -> list[int]:
+    """Indices of `count` layers, in order and counted from 0."""
+    if not isinstance(layers, Sequence) or isinstance(layers, str):
+        raise ValueError(f"{name} must be a list of indices of layers, got {describe(layers)}")
+    return sorted({check_int(name, index, -count, count) % count for index in layers})
+
+
+def check_number(
+    name: str,
+    value: Any,
+    expected: str = "a finite number",
+    minimum: float = -LARGEST,
+    maximum: float = LARGEST,
+) -> float:
+    """Check a real number: `minimum <= value <= maximum`."""
+    try:
+        is_real = isinstance(value, Real) and not isinstance(value, bool)
+        number = float(value) if is_real else math.nan
+    except OverflowError:
+        number = math.nan
+    if not minimum <= number <= maximum:
+        raise ValueError(f"{name} must be {expected}, got {describe(value)}")
+    return number
+
+
+def check_factor(name: str, value: Any) -> float:
+    """Check a finite number above 0."""
+    return check_number(name, value, "a finite number above 0", math.ulp(0.0), sys.float_info.max)
+
+
+def check_positive(name: str, value: Any) -> float | None:
+    """Check a number above 0 that can divide a float32, or None."""
+    expected = f"a number of at least {LEAST_NORMAL:.2g} or None"
+    return None if value is None else check_number(name, value, expected, LEAST_NORMAL)
+
+
+def check_scale(scale: Any) -> float | None:
+    """Check a finite number, or None."""
+    return None if scale is None else check_number("scale", scale)
+
+
+def check_mask_value(mask_value: Any, dtype: torch.dtype) -> float:
+    """Check a number other than NaN and inf; -inf if the dtype of the logits rounds it to
+    -inf."""
+    number = check_number(
+        "mask_value", mask_value, "a number below inf", -math.inf, sys.float_info.max
+    )
+    smallest = torch.finfo(torch.promote_types(dtype, torch.float32)).min
+    return number if number >= smallest else -math.inf
+
+
+def check_hidden(name: str, factor: Any, width: int) -> int:
+    """`int(width * factor)`, the hidden width of a network, at least 1."""
+    expected = f"a number that leaves at least one hidden unit of {width}"
+    return max(1, int(width * check_number(name, factor, expected, 1 / width, TOO_LARGE)))
+
+
+# inputs of models
+
+
+def check_input(inp: Any, dim: int, linear: Any, name: str = "inp") -> None:
+    """Check an input [b, n, dim] of the dtype of the layer's weights. Weights of a wrapper that
+    shards or casts them are not compared."""
+    if not isinstance(inp, Tensor) or inp.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{name} must be a tensor of floating dtype, got {describe(inp)}")
+    if inp.ndim != 3 or inp.shape[-1] != dim:
+        raise ValueError(f"{name} must have shape [b, n, {dim}], got {list(inp.shape)}")
+    weight = getattr(linear, "weight", None)
+    if type(weight) is not nn.Parameter or linear._forward_pre_hooks:
+        return
+    if inp.dtype == weight.dtype or weight.dtype not in FLOAT_DTYPES:
+        return
+    if not torch.is_autocast_enabled(inp.device.type):
+        raise ValueError(
+            f"{name} must be {weight.dtype} as the layer is, got {inp.dtype}: cast one of the two, "
+            "or use torch.autocast"
+        )
+
+
+def check_ids(name: str, ids: Any, embedding: nn.Module) -> Tensor:
+    """Check ids [b, n] of any integral dtype and return them as int64. The host compares ids on the
+    CPU with the vocabulary; on a GPU a bad id is a device-side assert."""
+    if not isinstance(ids, Tensor) or ids.dtype not in INTEGER_DTYPES:
+        hint = f": give {name}.long()" if isinstance(ids, Tensor) else ""
+        hint = f": give torch.tensor({name})" if isinstance(ids, (list, tuple)) else hint
+        expected = "a tensor of integers of shape [b, n]"
+        raise ValueError(f"{name} must be {expected}, got {describe(ids)}{hint}")
+    if ids.ndim != 2:
+        raise ValueError(f"{name} must have shape [b, n], got {list(ids.shape)}")
+    ids, size = ids.long(), getattr(embedding, "num_embeddings", None)
+    is_on_host = type(ids) is Tensor and ids.device.type == "cpu"
+    if size is None or not is_on_host or torch.compiler.is_compiling() or ids.numel() == 0:
+        return ids
+    smallest, largest = (int(t) for t in ids.aminmax())
+    if smallest < 0 or largest >= size:
+        wrong = smallest if smallest < 0 else largest
+        raise ValueError(f"{name} must be token ids from 0 to {size - 1}, got {wrong}")
+    return ids
+
+
+def copied(network: Any) -> Any:
+    """A deep copy. Copies of fake tensors keep their mode; deepcopy alone would copy the mode."""
+    tensors = network.parameters() if isinstance(network, nn.Module) else ()
+    modes = {id(mode): mode for t in tensors if (mode := getattr(t, "fake_mode", None)) is not None}
+    return deepcopy(network, modes)
+
+
+# tensors
+
+
+def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
+    """Check tensors against shapes in axis letters; returns the size of every letter.
+
+    `check_shapes(q=(q, "B T H D"), k=(k, "B S K D"))` raises ValueError if q is not 4-dimensional,
+    if k's width differs from q's, or if heads or width are 0. A digit is a fixed size. None is
+    skipped.
+    """
+    sizes: dict[str, tuple[int, str]] = {}
+    for name, (tensor, spec) in tensors.items():
+        if tensor is None:
+            continue
+        check_type(name, tensor, Tensor, f"a tensor of shape [{spec}]")
+        axes, shape = spec.split(), list(tensor.shape)
+        fixed = zip(axes, shape, strict=False)
+        if len(shape) != len(axes) or any(a.isdigit() and size != int(a) for a, size in fixed):
+            raise ValueError(f"{name} must have shape [{spec}], got {shape}")
+        for index, (axis, size) in enumerate(zip(axes, shape, strict=True)):
+            if axis.isdigit():
+                continue
+            expected, owner = sizes.setdefault(axis, (size, name))
+            if size != expected:
+                first = tensors[owner][0]
+                hint = ""
+                if index in (1, 2) and first is not None and first.ndim == 4:
+                    hint = f". {HINT}" if first.shape[3 - index] == size else ""
+                raise ValueError(
+                    f"{name} has {axis}={size} but {owner} has {axis}={expected}{hint}"
+                )
+            if axis in NEVER_EMPTY and size == 0:
+                raise ValueError(
+                    f"{name} must have {axis} of at least 1 in its shape [{spec}], got {shape}"
+                )
+    return {axis: size for axis, (size, _) in sizes.items()}
+
+
+def check_given(**tensors: Any) -> None:
+    """Check that arguments are tensors."""
+    for name, tensor in tensors.items():
+        check_type(name, tensor, Tensor, "a tensor")
+
+
+def check_devices(**tensors: Tensor) -> None:
+    """Check that all tensors are on the device of the first."""
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if tensor.device != first.device:
+            raise ValueError(f"{name} is on {tensor.device} but {first_name} is on {first.device}")
+
+
+def check_same(**tensors: Tensor | None) -> None:
+    """Check that tensors share a device and a floating dtype."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first_name, first = next(iter(present.items()))
+    if first.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"{first_name} must be float16, bfloat16, float32 or float64, got {first.dtype}"
+        )
+    check_devices(**present)
+    for name, tensor in present.items():
+        if tensor.dtype != first.dtype:
+            raise ValueError(f"{name} is {tensor.dtype} but {first_name} is {first.dtype}")
+
+
+def check_tensor(
+    name: str,
+    tensor: Any,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    shape: tuple[int, ...] | None = None,
+) -> None:
+    """Check the dtype, the device and the shape of a tensor, or None."""
+    if tensor is None:
+        return
+    fits = isinstance(tensor, Tensor) and tensor.dtype in dtypes and tensor.device == device
+    if not fits or (shape is not None and tensor.shape != shape):
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        kind = {FLOAT_DTYPES: "floating", INTEGER_DTYPES: "integers"}.get(dtypes, kinds)
+        shaped = "" if shape is None else f" of shape {list(shape)}"
+        raise ValueError(f"{name} must be {kind}{shaped} on {device}, got {describe(tensor)}")
+
+
+def mask_hint(mask: Any) -> str:
+    """A suggestion for a mask of another dtype than bool."""
+    if not isinstance(mask, Tensor) or mask.dtype == torch.bool:
+        return ""
+    if mask.is_floating_point():
+        return ". True is seen: of an additive mask give mask > -1"
+    return ". True is seen: give mask.bool()"
+
+
+def check_mask(name: str, mask: Any, device: torch.device, **axes: int) -> None:
+    """Check for a bool tensor that broadcasts to the axes, or None."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.device != device:
+        raise ValueError(
+            f"{name} must be a bool tensor on {device}, got {describe(mask)}{mask_hint(mask)}"
+        )
+    check_broadcasts(name, mask, **axes)
+
+
+def check_broadcasts(name: str, tensor: Tensor, **axes: int) -> None:
+    """Check that a tensor broadcasts to exactly the axes."""
+    sizes = list(axes.values())
+    pairs = zip(reversed(tensor.shape), reversed(sizes), strict=False)
+    if tensor.ndim > len(sizes) or any(size not in (1, axis) for size, axis in pairs):
+        raise ValueError(
+            f"{name} must broadcast to [{' '.join(axes)}] = {sizes}, got {list(tensor.shape)}"
+        )
+
+
+# settings
+
+
+def check_groups(heads: int, kv_heads: int, tokens: tuple[int, int] | None = None) -> int:
+    """Query heads per KV head. `tokens`, the numbers of queries and keys, help to detect axes in
+    the wrong order."""
+    if kv_heads < 1 or heads % kv_heads:
+        T, S = tokens or (0, 0)
+        hint = f". {HINT}" if 0 < S <= T < heads and T % S == 0 else ""
+        raise ValueError(
+            f"heads must be a multiple of kv_heads, got heads={heads} and kv_heads={kv_heads}{hint}"
+        )
+    return heads // kv_heads
+
+
+def check_forced_blocks(s: int, num_initial_blocks: Any, num_local_blocks: Any) -> tuple[int, int]:
+    """Check numbers of forced blocks of s tokens; token positions must fit into 32 bits."""
+    limit = TOO_LARGE // s + 1
+    return (
+        check_int("num_initial_blocks", num_initial_blocks, 0, limit),
+        check_int("num_local_blocks", num_local_blocks, 0, limit),
+    )
+
+
+def check_selection(**settings: Any) -> dict[str, Any]:
+    """Check the settings of the selection, each alone and together. Returns plain values by
+    name."""
+    sizes = ("compress_block_size", "compress_block_sliding_stride", "selection_block_size")
+    l, d, s = check_ints(1, **{name: settings[name] for name in sizes})
+    if l < d:
+        raise ValueError(
+            "compress_block_size must be at least compress_block_sliding_stride, so that every "
+            f"token lies in a window, got {l} and {d}"
+        )
+    if s % d and d % s:
+        raise ValueError(
+            "selection_block_size and compress_block_sliding_stride must divide one another, "
+            f"got {s} and {d}"
+        )
+    n = check_int("num_selected_blocks", settings["num_selected_blocks"], 0, TOO_MANY_BLOCKS)
+    forced = check_forced_blocks(s, settings["num_initial_blocks"], settings["num_local_blocks"])
+    importance = settings["importance"]
+    check_choice("importance", importance, IMPORTANCE_RULES)
+    flags = ("interpolated_importance_score", "query_heads_share_selected_kv")
+    bools = check_bools(**{name: settings[name] for name in flags})
+    if bools[0] and importance != "logits":
+        raise ValueError(
+            "interpolated_importance_score=True goes with importance='logits' only, "
+            f"got importance={importance!r}"
+        )
+    stride = check_int("selection_stride", settings["selection_stride"], 1)
+    if s % stride:
+        raise ValueError(
+            f"selection_stride must divide selection_block_size={s}, so that the tokens that share "
+            f"a ranking share their own block, got {stride}"
+        )
+    names = (*sizes, "num_initial_blocks", "num_local_blocks", *flags)
+    values = dict(zip(names, (l, d, s, *forced, *bools), strict=True))
+    return settings | values | dict(num_selected_blocks=n, selection_stride=stride)
+
+
+def check_branches(branches: Any) -> tuple[str, ...]:
+    """The branches of a layer, in the order of `BRANCHES`."""
+    requested = branches if isinstance(branches, (tuple, list)) else ()
+    names = tuple(name for name in BRANCHES if name in requested)
+    if not requested or len(names) != len(requested):
+        raise ValueError(
+            f"branches must be some of {', '.join(map(repr, BRANCHES))}, each once, "
+            f"got {describe(branches)}"
+        )
+    return names
+
+
+# calls of the attention functions
+
+
+def check_memory(mem_k: Tensor | None, mem_v: Tensor | None) -> None:
+    if (mem_k is None) != (mem_v is None):
+        name, partner = ("mem_k", "mem_v") if mem_v is None else ("mem_v", "mem_k")
+        raise ValueError(f"mem_k and mem_v go together: {name} was given, {partner} was not")
+
+
+def check_leaders(
+    leader_indices: Any, dims: dict[str, int], n: int, shared: bool, device: torch.device
+) -> None:
+    shape = (dims["B"], dims["K" if shared else "H"], n)
+    check_tensor("leader_indices", leader_indices, (torch.int32,), device, shape)
+
+
+def check_first_group(
+    q_offset: int | Tensor, selection_stride: int, leader_indices: Tensor | None
+) -> None:
+    if isinstance(q_offset, int) and q_offset % selection_stride and leader_indices is None:
+        raise ValueError(
+            f"leader_indices must be given where q_offset={q_offset} is not a multiple of "
+            f"selection_stride={selection_stride}: the first query's group was ranked before"
+        )
+
+
+def default_seq_len(seq_len: Any, T: int, q_offset: Any) -> int:
+    """S if only the queries are given: they end the sequence."""
+    if seq_len is not None:
+        return check_int("seq_len", seq_len, 0)
+    if q_offset is None or isinstance(q_offset, Tensor):
+        return T
+    return check_int("q_offset", q_offset, 0) + T
+
+
+def check_any_offset(
+    q_offset: Any, B: int, device: torch.device, minimum: int = -TOO_LARGE
+) -> int | Tensor:
+    """Check the absolute position of the first query: an int, or int64 [B], one per sequence.
+    Contiguous, since kernels read offsets by address."""
+    if isinstance(q_offset, Tensor) and q_offset.ndim > 0:
+        check_tensor("q_offset", q_offset, INDEX_DTYPES, device, (B,))
+        return q_offset.long().contiguous()
+    if as_int(q_offset) is None:
+        raise ValueError(f"q_offset must be an int or a tensor [{B}], got {describe(q_offset)}")
+    return check_int("q_offset", q_offset, minimum)
+
+
+def check_offset(
+    q_offset: Any, dims: dict[str, int], S: int, causal: bool, device: torch.device
+) -> int | Tensor:
+    """Check the position of the first query among S tokens, by default that of the last T."""
+    T = dims["T"]
+    if q_offset is None:
+        if T > S:
+            hint = f". {HINT}" if S > 0 and T % S == 0 and dims["H"] <= dims["K"] else ""
+            raise ValueError(
+                f"q has T={T} tokens but there are only S={S} keys: T must be at most S{hint}"
+            )
+        return S - T
+    offset = check_any_offset(q_offset, dims["B"], device, 0)
+    if isinstance(offset, Tensor):
+        if not causal:
+            raise ValueError("q_offset must be an int where causal=False, got a tensor")
+    elif offset + T > S:
+        raise ValueError(f"q_offset + T must be at most S={S}, got {offset} + {T}")
+    return offset
+
+
+def check_windows(
+    W: int, S: int, d: int, *, causal: bool, q_offset: int | Tensor | None = None
+) -> None:
+    """Check that W is the number of windows of S tokens. Causally one incomplete window, which no
+    query sees, may follow. With a causal `q_offset` S is unknown, since tokens may follow."""
+    # under torch.export, comparing symbolic lengths would fix them
+    if (causal and q_offset is not None) or is_exporting():
+        return
+    complete = blocks.num_windows(S, d, causal=causal)
+    if complete != W and not complete <= W <= blocks.num_windows(S, d, causal=False):
+        raise ValueError(
+            f"ck must hold the {complete} windows, {d} apart, of a sequence of S={S} tokens, got "
+            f"{W}. Where keys are not at hand, seq_len gives S"
+        )
+
+
+def check_documents(
+    documents: Any, dims: dict[str, int], q_offset: int | Tensor, device: torch.device
+) -> None:
+    """Check documents: queries and keys must be the same tokens."""
+    if documents is None:
+        return
+    if isinstance(q_offset, Tensor) or q_offset or dims.get("S", dims["T"]) != dims["T"]:
+        raise ValueError(
+            f"documents need queries that are all tokens, got q_offset={q_offset}, "
+            f"T={dims['T']} and S={dims.get('S')}"
+        )

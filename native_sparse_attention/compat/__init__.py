@@ -1,1 +1,0 @@
-"""Compatibility with torch.compile, torch.export, torch.func and autocast."""
