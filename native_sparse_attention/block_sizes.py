@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .checks import FLOAT_DTYPES, as_int, check_groups, check_int, check_ints, describe
+from .checks import FLOAT_DTYPES, as_int, check_groups, check_int, check_ints, check_type, describe
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,10 @@ class BlockSizes:
             if size is None and name in BACKWARD:
                 continue
             number = as_int(size) or 0
-            if number < 16 or number & (number - 1):
+            if not 16 <= number <= LARGEST or number & (number - 1):
                 raise ValueError(
-                    f"{name} must be a power of two of at least 16, got {describe(size)}"
+                    f"{name} must be a power of two from 16 to {LARGEST}, got {describe(size)}"
                 )
-            if number > LARGEST:
-                raise ValueError(f"{name} must be at most {LARGEST}, got {describe(size)}")
             object.__setattr__(self, name, number)
         missing = [name for name in BACKWARD if getattr(self, name) is None]
         if 0 < len(missing) < len(BACKWARD):
@@ -103,21 +101,15 @@ class BlockSizes:
             dtype: dtype of queries, keys and values.
 
         Raises:
-            ValueError: sizes that are not integers of at least 1, heads that do not match, a dtype
-                that is not floating.
-            NotImplementedError: triton is not installed.
+            ValueError: heads that do not match, or a dtype that is not floating.
         """
+        from .kernels.common import launch
+
         dim_head, heads = check_ints(1, dim_head=dim_head, heads=heads)
         kv_heads = heads if kv_heads is None else check_int("kv_heads", kv_heads, 1)
         groups = check_groups(heads, kv_heads)
         if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
             raise ValueError(f"dtype must be a floating torch.dtype, got {describe(dtype)}")
-        try:
-            from .kernels.common import launch
-        except ImportError as error:
-            raise NotImplementedError(
-                "the kernels choose their tiles for a GPU, and triton is not installed"
-            ) from error
         problem = (dim_head, groups, dtype)
         sizes: list[int] = []
         for kernel in ("forward", "dq", "dkv"):
@@ -139,8 +131,8 @@ FORWARD, BACKWARD = NAMES[:6], NAMES[6:]
 
 
 def check_block_sizes(block_sizes: Any) -> None:
-    if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
-        raise ValueError(f"block_sizes must be a BlockSizes, got {type(block_sizes).__name__}")
+    if block_sizes is not None:
+        check_type("block_sizes", block_sizes, BlockSizes, "a BlockSizes or None")
 
 
 def flat(block_sizes: BlockSizes | None) -> list[int] | None:

@@ -336,23 +336,12 @@ def check_tensor(
         raise ValueError(f"{name} must be {kind}{shaped} on {device}, got {describe(tensor)}")
 
 
-def mask_hint(mask: Any) -> str:
-    """A suggestion for a mask of another dtype than bool."""
-    if not isinstance(mask, Tensor) or mask.dtype == torch.bool:
-        return ""
-    if mask.is_floating_point():
-        return ". True is seen: of an additive mask give mask > -1"
-    return ". True is seen: give mask.bool()"
-
-
 def check_mask(name: str, mask: Any, device: torch.device, **axes: int) -> None:
     """Check for a bool tensor that broadcasts to the axes, or None."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.device != device:
-        raise ValueError(
-            f"{name} must be a bool tensor on {device}, got {describe(mask)}{mask_hint(mask)}"
-        )
+        raise ValueError(f"{name} must be a bool tensor on {device}, got {describe(mask)}")
     check_broadcasts(name, mask, **axes)
 
 

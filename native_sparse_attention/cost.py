@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from . import blocks
 from .attention import SparseAttention
-from .checks import check_int, describe
+from .checks import check_int, check_type, describe
 from .config import NSAConfig
 
 
@@ -48,10 +48,9 @@ class Costs(NamedTuple):
 
 def visible_windows(i: Tensor, T: int, config: NSAConfig) -> Tensor:
     """Number of compressed keys that queries i see, without memory slots."""
-    d = config.d
     if config.causal:
-        return blocks.num_visible_windows(i, d)
-    return torch.full_like(i, blocks.num_windows(T, d, causal=False))
+        return blocks.num_visible_windows(i, config.d)
+    return torch.full_like(i, blocks.num_windows(T, config.d, causal=False))
 
 
 def selected_tokens(i: Tensor, T: int, config: NSAConfig) -> Tensor:
@@ -60,38 +59,26 @@ def selected_tokens(i: Tensor, T: int, config: NSAConfig) -> Tensor:
     initial, num_local = config.num_initial_blocks, config.num_local_blocks
     if not config.causal:
         return torch.full_like(i, min(T, (initial + n) * s))
-    query_block = i // s
-    first_local = (query_block - num_local + 1).clamp(min=0)
-    num_tokens = i + 1
-    forced = (first_local * s if num_local else num_tokens).clamp(max=initial * s)
-    if num_local:
-        forced = forced + num_tokens - first_local * s
+    # local tokens follow this one; without local blocks there are none
+    first_local = (i // s - num_local + 1).clamp(min=0) * s if num_local else i + 1
+    forced = first_local.clamp(max=initial * s) + i + 1 - first_local
     complete = blocks.num_complete_blocks(blocks.leader(i, config.selection_stride), config.d, s)
-    candidates = complete.minimum(first_local if num_local else query_block) - initial
+    candidates = complete.minimum(first_local // s if num_local else i // s) - initial
     return forced + candidates.clamp(min=0, max=n) * s
-
-
-def window_tokens(i: Tensor, T: int, config: NSAConfig) -> Tensor:
-    """Number of keys of the sliding window that queries i see."""
-    w = config.sliding_window_size
-    num_past = i.clamp(max=w) + 1
-    return num_past if config.causal else num_past + (T - 1 - i).clamp(max=w)
 
 
 def keys_read(i: Tensor, T: int, config: NSAConfig) -> Tensor:
     """Keys of all branches that queries i attend to, memory slots included."""
-    read = torch.zeros_like(i)
+    w, read = config.sliding_window_size, torch.zeros_like(i)
     if "compressed" in config.branches:
         read = read + visible_windows(i, T, config) + config.num_compressed_mem_kv
     if "selected" in config.branches:
         read = read + selected_tokens(i, T, config)
     if "window" in config.branches:
-        read = read + window_tokens(i, T, config)
-    if not config.dense_length:
-        return read
-    if not config.causal:
-        return torch.full_like(i, T) if config.dense_length >= T else read
-    return torch.where(i < config.dense_length, i + 1, read)
+        read = read + i.clamp(max=w) + 1 + (0 if config.causal else (T - 1 - i).clamp(max=w))
+    if config.causal:
+        return torch.where(i < config.dense_length, i + 1, read)
+    return torch.full_like(i, T) if config.dense_length >= T else read
 
 
 def nsa_cost(
@@ -123,8 +110,7 @@ def nsa_cost(
     """
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
-    if not isinstance(config, NSAConfig):
-        raise ValueError(f"config must be an NSAConfig, got {describe(config)}")
+    check_type("config", config, NSAConfig, "an NSAConfig")
     T, batch = check_int("T", T, 1), check_int("batch", batch, 1)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating dtype, got {describe(dtype)}")
@@ -141,40 +127,45 @@ def nsa_cost(
         for network in networks:
             network(torch.empty(batch, K, windows, l, D, dtype=dtype, device="meta"))
 
+    def cost(
+        parameters: int, weights: int, networks: int, attention: int, cache: int, read: int
+    ) -> Cost:
+        """The cost of projections by `weights`; `cache` and `read` are bytes of a causal layer."""
+        flops = 2 * batch * T * weights + networks + attention
+        memory = (cache, parameters * size + read) if config.causal else (0, 0)
+        return Cost(parameters, flops, attention, *memory)
+
     attention = 4 * D * H * batch * int(keys_read(i, T, config).sum())
     # width of the queries and keys that rank, and bytes of a cached key
     width, ranking_entry = D, K * D * size
+    weights = config.dim * (2 * H + 2 * K * num_kv) * D
+    if len(config.branches) > 1:
+        weights += config.dim * len(config.branches) * H
     if layer.to_index is not None:
         width, ranking_entry = layer.index_dim, layer.index_heads * layer.index_dim * size
+        weights += layer.to_index.weight.numel()
     if config.ranks:
         per_head = config.importance == "probs" or not config.query_heads_share_selected_kv
         scored = int(visible_windows(i[:: config.selection_stride], T, config).sum())
         attention += 2 * width * (H if per_head else K) * batch * scored
-    gates = len(config.branches) * H if len(config.branches) > 1 else 0
-    weights = config.dim * ((2 * H + 2 * K * num_kv) * D + gates)
-    weights += 0 if layer.to_index is None else layer.to_index.weight.numel()
-    flops = 2 * batch * T * weights + counter.get_total_flops() + attention
     parameters = sum(p.numel() for p in layer.parameters())
-    cache = step = 0
     entry = 2 * K * D * size
-    if config.causal:
-        has_window_cache = num_kv > 1 and config.branches[-1] == "window"
-        window_entry = entry if len(networks) == 2 else ranking_entry * len(networks)
-        cache = batch * ((2 if has_window_cache else 1) * T * entry + T // d * window_entry)
-        num_read = int(keys_read(torch.tensor([T]), T + 1, config))
-        if "compressed" in config.branches:
-            num_read -= config.num_compressed_mem_kv
-        step = parameters * size + batch * num_read * entry
-        if networks and "compressed" not in config.branches:
-            step += batch * (T // d) * ranking_entry
-    sparse = Cost(parameters, flops, attention, cache, step)
+    has_window_cache = num_kv > 1 and config.branches[-1] == "window"
+    window_entry = entry if len(networks) == 2 else ranking_entry * len(networks)
+    cache = batch * ((2 if has_window_cache else 1) * T * entry + T // d * window_entry)
+    read = int(keys_read(torch.tensor([T]), T + 1, config)) * entry
+    if "compressed" in config.branches:
+        read -= config.num_compressed_mem_kv * entry
+    elif networks:
+        read += T // d * ranking_entry
+    flops = counter.get_total_flops()
+    sparse = cost(parameters, weights, flops, attention, cache, batch * read)
 
     weights = config.dim * (2 * H + 2 * K) * D
     parameters = weights + sum(p.numel() for p in layer.norm.parameters())
     parameters += (H + 2 * K) * D * config.qkv_bias + config.dim * config.out_bias
     parameters += 2 * D * config.qk_norm
     attention = 4 * D * H * batch * (T * (T + 1) // 2 if config.causal else T * T)
-    flops = 2 * batch * T * weights + attention
-    cache = batch * T * entry if config.causal else 0
-    step = parameters * size + cache + batch * entry if config.causal else 0
-    return Costs(sparse, Cost(parameters, flops, attention, cache, step))
+    cache = batch * T * entry
+    dense = cost(parameters, weights, 0, attention, cache, cache + batch * entry)
+    return Costs(sparse, dense)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import blocks
-from .checks import INDEX_DTYPES, describe, mask_hint
+from .checks import INDEX_DTYPES, check_tensor, describe
 
 
 class Documents(NamedTuple):
@@ -158,48 +158,12 @@ def is_traced(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def check_cu_seqlens(cu_seqlens: Any, total: int, batch: int) -> None:
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or len(cu_seqlens) == 0:
-        raise ValueError(f"cu_seqlens must be a tensor [documents + 1], got {describe(cu_seqlens)}")
-    if cu_seqlens.dtype not in INDEX_DTYPES:
-        raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
-    if batch != 1:
-        raise ValueError(
-            f"cu_seqlens needs one row of packed documents, got a batch of {batch}: give "
-            "segment_ids for several rows"
-        )
-    if is_traced(cu_seqlens) or cu_seqlens.is_meta:
-        return
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to the number of tokens, {total}, and never fall, "
-            f"got {bounds if len(bounds) <= 16 else [*bounds[:8], '...', *bounds[-8:]]}"
-        )
-
-
-def check_row_tensor(
-    name: str,
-    value: Any,
-    shape: tuple[int, int],
-    dtypes: tuple[Any, ...],
-    device: torch.device,
+def check_rows(
+    name: str, value: Any, dtypes: tuple[Any, ...], device: torch.device, shape: Any = None
 ) -> None:
-    if not isinstance(value, Tensor) or value.shape != shape or value.dtype not in dtypes:
-        kinds = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        hint = mask_hint(value) if torch.bool in dtypes else ""
-        if isinstance(value, Tensor) and torch.bool in dtypes and value.ndim in (3, 4):
-            hint = f". It says which tokens are real, [b, n]: causality is causal=True{hint}"
-        raise ValueError(
-            f"{name} must be {kinds} of shape {list(shape)}, got {describe(value)}{hint}"
-        )
-    check_reachable(name, value, device)
-
-
-def check_reachable(name: str, value: Tensor, device: torch.device) -> None:
-    """Check that a tensor is on the device of the call or on the CPU."""
-    if value.device != device and value.device.type != "cpu":
-        raise ValueError(f"{name} must be on {device} or on the CPU, got {value.device}")
+    """Check a tensor that names documents or padding, on the device of the call or on the CPU."""
+    is_on_host = isinstance(value, Tensor) and value.device.type == "cpu"
+    check_tensor(name, value, dtypes, value.device if is_on_host else device, shape)
 
 
 def layout(
@@ -226,37 +190,56 @@ def layout(
     Raises:
         ValueError: dtypes, shapes or values do not match, or both cu_seqlens and segment_ids.
     """
-    b, T = shape
-    if cu_seqlens is not None and (segment_ids is not None or mask is not None):
-        other = "mask" if segment_ids is None else "segment_ids"
-        raise ValueError(f"cu_seqlens and {other} are two ways to name documents: give one")
-    length = None
+    T, length = shape[1], None
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, T, b)
-        check_reachable("cu_seqlens", cu_seqlens, device)
-        if is_traced(cu_seqlens) or cu_seqlens.is_meta:
-            length = blocks.ceil_div(T + (len(cu_seqlens) - 1) * (step - 1), step) * step
-        else:
-            cu_seqlens = cu_seqlens.cpu()
-        begins = torch.zeros(1, T + 1, dtype=torch.bool, device=cu_seqlens.device)
-        begins = begins.index_fill(1, cu_seqlens.long(), True)[:, :T]
+        if segment_ids is not None or mask is not None:
+            other = "mask" if segment_ids is None else "segment_ids"
+            raise ValueError(f"cu_seqlens and {other} are two ways to name documents: give one")
+        begins, length = read_bounds(cu_seqlens, shape, device, step)
         return align_documents(begins, None, step, length, device)
-    if mask is not None:
-        check_row_tensor("mask", mask, shape, (torch.bool,), device)
-    if segment_ids is None:
-        if mask is None:
-            raise ValueError("one of cu_seqlens, segment_ids and mask must be given, got None")
-        begins = torch.zeros_like(mask)
+    check_rows("mask", mask, (torch.bool,), device, shape)
+    check_rows("segment_ids", segment_ids, INDEX_DTYPES, device, shape)
+    if segment_ids is None and mask is None:
+        raise ValueError("one of cu_seqlens, segment_ids and mask must be given, got None")
+    if segment_ids is None or segment_ids.is_meta:  # one document, or assumed so
         length = blocks.ceil_div(T, step) * step
-    else:
-        check_row_tensor("segment_ids", segment_ids, shape, INDEX_DTYPES, device)
-        ids = segment_ids
-        if ids.is_meta:  # assume one document
-            length = blocks.ceil_div(T, step) * step
-        if mask is not None:
-            ids = ids.to(mask.device).gather(1, real_first(mask))
-        begins = F.pad(ids[:, 1:] != ids[:, :-1], (min(T, 1), 0))
+    if segment_ids is None:
+        return align_documents(torch.zeros_like(mask), mask, step, length, device)  # type: ignore[arg-type]
+    ids = segment_ids
+    if mask is not None:
+        ids = ids.to(mask.device).gather(1, real_first(mask))
+    begins = F.pad(ids[:, 1:] != ids[:, :-1], (min(T, 1), 0))
     return align_documents(begins, mask, step, length, device)
+
+
+def read_bounds(
+    cu_seqlens: Tensor, shape: tuple[int, int], device: torch.device, step: int
+) -> tuple[Tensor, int | None]:
+    """Whether a token begins a document, [1 t], by checked cu_seqlens; and where the host cannot
+    read them, the largest length of an aligned row."""
+    batch, total = shape
+    check_rows("cu_seqlens", cu_seqlens, INDEX_DTYPES, device)
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0:
+        got = list(cu_seqlens.shape)
+        raise ValueError(f"cu_seqlens must be a tensor [documents + 1], got shape {got}")
+    if batch != 1:
+        raise ValueError(
+            f"cu_seqlens needs one row of packed documents, got a batch of {batch}: give "
+            "segment_ids for several rows"
+        )
+    length = None
+    if is_traced(cu_seqlens) or cu_seqlens.is_meta:
+        length = blocks.ceil_div(total + (len(cu_seqlens) - 1) * (step - 1), step) * step
+    else:
+        cu_seqlens = cu_seqlens.cpu()
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the number of tokens, {total}, and never fall, "
+                f"got {describe(bounds)}"
+            )
+    begins = torch.zeros(1, total + 1, dtype=torch.bool, device=cu_seqlens.device)
+    return begins.index_fill(1, cu_seqlens.long(), True)[:, :total], length
 
 
 def layer_layout(
@@ -275,13 +258,10 @@ def layer_layout(
     Raises:
         ValueError: arguments that name documents do not match, or exclude one another.
     """
-    named = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
-    names = [name for name, t in named.items() if t is not None]
-    if documents is not None:
-        if not isinstance(documents, Documents):
-            got = type(documents).__name__
-            raise ValueError(f"documents must be varlen.Documents, got {got}")
-        names.append("documents")
+    tensors = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
+    names = [name for name, t in {**tensors, "documents": documents}.items() if t is not None]
+    if documents is not None and not isinstance(documents, Documents):
+        raise ValueError(f"documents must be varlen.Documents, got {type(documents).__name__}")
     if cached and names and names != ["mask"]:
         raise ValueError(f"{names[0]} must be None with a cache, whose rows hold one document each")
     if mask is not None and lengths is not None:
@@ -290,7 +270,5 @@ def layer_layout(
         raise ValueError(f"documents and {names[0]} are two ways to name documents: give one")
     if documents is not None or not names:
         return None, lengths
-    result = layout((inp.shape[0], inp.shape[1]), inp.device, 1 if cached else step, **named)
-    if cached and mask is not None:
-        lengths = mask.sum(1)
-    return result, lengths
+    result = layout((inp.shape[0], inp.shape[1]), inp.device, 1 if cached else step, **tensors)
+    return result, mask.sum(1) if cached and mask is not None else lengths

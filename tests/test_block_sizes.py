@@ -33,7 +33,7 @@ def test_what_is_no_size(name, size):
     if name in BACKWARD and size is None:
         message = f"none: {name} must be given too"
     else:
-        message = f"^{name} must be a power of two of at least 16, got"
+        message = f"^{name} must be a power of two from 16 to"
     with pytest.raises(ValueError, match=message):
         BlockSizes(**sizes)
     assert FEW.has_backward_blocks and not BlockSizes(**SOME).has_backward_blocks
@@ -42,7 +42,7 @@ def test_what_is_no_size(name, size):
 def test_what_are_no_block_sizes():
     q, k, v = draw(4, 4, 2, 1, 16, 16)
     for sizes in ({"block_q": 16}, 64, (16,) * 14):
-        message = f"block_sizes must be a BlockSizes, got {type(sizes).__name__}"
+        message = "block_sizes must be a BlockSizes or None, got"
         with pytest.raises(ValueError, match=message):
             sliding_window_attention(q, k, v, sliding_window_size=1, block_sizes=sizes)
         with pytest.raises(ValueError, match=message):

@@ -278,10 +278,8 @@ HINTS = {
     "mask": (
         lambda mask: SparseAttention(**LAYER)(X, mask=mask),
         {
-            "give mask > -1": torch.zeros(B, T),
-            "give mask.bool()": torch.ones(B, T, dtype=torch.long),
-            "causality is causal=True": torch.ones(B, 1, T, T, dtype=torch.bool),
-            "mask must be on cpu": torch.ones(B, T, dtype=torch.bool, device="meta"),
+            "mask must be bool of shape [2, 16] on cpu": torch.zeros(B, T),
+            "tensor of shape [2, 16] on meta": torch.ones(B, T, dtype=torch.bool, device="meta"),
         },
     ),
     "ids": (
