@@ -43,19 +43,19 @@ from .compress import (
 )
 from .config import SETTINGS, AttentionConfig, NSAConfig, changed
 from .gate import default_gate
-from .initialization import reset
+from .initialization import Started, reset
 from .norm import HeadNorm, norm_heads
 from .ops import branches, decode, dispatch, nsa
 from .ops.call import Call, DecodeInputs
 from .ops.triton import backend as triton_backend
 from .ops.triton.elementwise import compress_mean_keys, compress_means
-from .rotary import Rotary, RotaryLayer, make_rotary, rotate, rotated_heads
+from .rotary import Rotary, make_rotary, rotate, rotated_heads
 from .varlen import Documents, layer_layout
 
 FIELDS = frozenset(field.name for field in fields(NSAConfig))
 
 
-class SparseAttention(RotaryLayer):
+class SparseAttention(Started):
     """Native Sparse Attention (arXiv 2502.11089): three branches over one input, combined by a
     gate.
 
@@ -69,8 +69,8 @@ class SparseAttention(RotaryLayer):
             of windows where compressed keys only rank.
         strategy_combine_mlp: network `[.. dim] -> [.. branches heads]` for the gate, before its
             sigmoid.
-        rotary_emb: a RotaryEmbedding of the rotary-embedding-torch package, which layers may share,
-            in place of the layer's own; False for no positions.
+        rotary_emb: a RotaryEmbedding of the rotary-embedding-torch package, whose frequencies the
+            layer takes, or shares if they are learned; False for no positions.
         rope_theta: the layer's own frequencies are `rope_theta^(-2 i / D)`; 10,000 by default.
         inv_freq: the layer's own frequencies, [pairs]; fewer than D / 2 rotate the first features.
         use_triton_kernel: the published package's spelling of `backend="triton"`.

@@ -1,9 +1,8 @@
 """Rotary embedding (interleaved pairs, as in rotary-embedding-torch) at any positions, with fp32
 angles.
 
-In bf16 the angle at position 10,000 would be off by whole turns. An embedding therefore keeps a
-copy of its frequencies in the buffer `exact`: their fp32 bits as integers, which casts and mixed
-precision leave alone. Learned frequencies have no such copy.
+In bf16 the angle at position 10,000 would be off by whole turns. The frequencies therefore stay in
+fp32 when a model is cast or loads a checkpoint of less precision.
 """
 
 from __future__ import annotations
@@ -18,112 +17,20 @@ from torch import Tensor
 from torch.nn import Module
 
 from .checks import check_number, describe
-from .initialization import Started, assign
 from .ops.triton.elementwise import Heads, projected_heads
 from .ops.triton.elementwise import rotate as run_kernel
-
-
-def is_narrow(t: Tensor) -> bool:
-    return t.dtype.itemsize < 4
-
-
-def bits(freqs: Tensor) -> Tensor:
-    return freqs.detach().to(torch.float32, copy=True).view(torch.int32)
-
-
-def keep_exact(rotary: Any, start: tuple[float, ...] | None = None) -> None:
-    """Keep the frequencies of an embedding in fp32 from here on. `reset_parameters` restores
-    `start`, by default the current frequencies."""
-    freqs, is_kept = rotary.freqs.detach(), hasattr(rotary, "start")
-    if start is None and not freqs.is_meta:
-        start = tuple(freqs.double().tolist())
-    rotary.start = start
-    if rotary.freqs.requires_grad:
-        return
-    rotary.register_buffer("exact", bits(freqs), persistent=False)
-    if not is_kept:
-        rotary.register_load_state_dict_pre_hook(keep_loaded)
-
-
-def exact_frequencies(rotary: Any) -> Tensor:
-    """Frequencies in fp32 or better, unless they are learned in a narrower dtype."""
-    freqs = rotary.freqs
-    if not is_narrow(freqs) or not hasattr(rotary, "exact"):
-        return freqs
-    return rotary.exact.to(freqs.device).view(torch.float32)
-
-
-def reset_frequencies(rotary: Any) -> None:
-    """Restore the initial frequencies. An embedding of package rotary-embedding-torch has the
-    frequencies that it had when a layer got it.
-
-    Raises:
-        ValueError: the layer got the embedding on the meta device, without values.
-    """
-    if rotary.start is None:
-        raise ValueError(
-            "rotary_emb was given on the meta device, so that its frequencies are not known: "
-            "make it on another device, or use rope_theta or inv_freq"
-        )
-    values = torch.tensor(rotary.start, dtype=torch.float32, device=rotary.freqs.device)
-    if isinstance(rotary, Rotary):
-        rotary.freqs = values
-    else:
-        for buffer in rotary.buffers(recurse=False):  # its caches
-            buffer.zero_()
-        rotary.cached_freqs_seq_len = 0
-        assign(rotary.freqs, values)
-    if hasattr(rotary, "exact"):
-        rotary.exact = bits(values)
-
-
-def keep_loaded(rotary: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state dict loads, replace its frequencies by the initial ones if they are these in
-    less precision, and by fp32 otherwise."""
-    name = f"{prefix}freqs"
-    loaded = state_dict.get(name)
-    if not isinstance(loaded, Tensor) or loaded.is_meta or loaded.shape != rotary.freqs.shape:
-        return
-    if hasattr(loaded, "device_mesh"):  # sharded
-        return
-    value = loaded.detach().float() if is_narrow(loaded) else loaded.detach().clone()
-    if rotary.start is not None:
-        start = torch.tensor(rotary.start, dtype=torch.float32, device=value.device)
-        value = start if is_rounded(loaded.detach(), start) else value
-    state_dict[name] = value
-    rotary.exact = bits(value).to(value.device if rotary.exact.is_meta else rotary.exact.device)
-
-
-def is_rounded(loaded: Tensor, exact: Tensor) -> bool:
-    """Whether frequencies are `exact` in less precision. In a narrow dtype they must be within its
-    rounding; in a wide dtype they must equal `exact` rounded to a narrow dtype."""
-    if not is_narrow(loaded):
-        narrow = (torch.bfloat16, torch.float16)
-        return any(torch.equal(loaded, exact.to(dtype).to(loaded.dtype)) for dtype in narrow)
-    precision = torch.finfo(loaded.dtype)
-    allowed = precision.eps * (exact.abs() + precision.tiny)
-    return bool(((loaded.float() - exact).abs() <= allowed).all())
-
-
-class RotaryLayer(Started):
-    """A layer with a rotary embedding, perhaps one of package rotary-embedding-torch."""
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        for module in self.children():
-            if isinstance(module, RotaryEmbedding):
-                reset_frequencies(module)
 
 
 class Rotary(Module):
     """Rotary embedding of the first `2 * len(freqs)` features: pair i rotates by `freqs[i]` radians
     per position. Each call computes the angles. The frequencies are a buffer, which optimizers and
-    sharding ignore, and stay in fp32 when the model is cast.
+    sharding ignore.
 
     Args:
         dim: D, head dimension; even, unless inv_freq is given.
         theta: the frequencies are `theta^(-2 i / D)`.
         inv_freq: the frequencies themselves, [pairs], 1 to D / 2 of them.
+        interpolate_factor: divides the positions.
 
     Raises:
         ValueError: an odd head dimension, or invalid frequencies.
@@ -131,26 +38,61 @@ class Rotary(Module):
 
     freqs: Tensor
     exact: Tensor
-    start: tuple[float, ...]
-    # torch.compile treats a module's int as a constant; a float makes it trace twice
-    interpolate_factor = 1
 
-    def __init__(self, dim: int, theta: float = 10_000.0, inv_freq: Tensor | None = None):
+    def __init__(
+        self, dim: int, theta: float = 10_000.0, inv_freq: Tensor | None = None,
+        interpolate_factor: float = 1,
+    ):  # fmt: skip
         super().__init__()
-        start = make_frequencies(dim, theta, inv_freq)
-        self.register_buffer("freqs", torch.tensor(start, dtype=torch.float32))
-        keep_exact(self, start)
+        # torch.compile treats a module's int as a constant; a float makes it trace twice
+        self.interpolate_factor = interpolate_factor
+        self.start = make_frequencies(dim, theta, inv_freq)
+        self.register_buffer("freqs", torch.tensor(self.start, dtype=torch.float32))
+        # their bits as integers, which mixed precision leaves alone
+        self.register_buffer("exact", self.freqs.view(torch.int32).clone(), persistent=False)
 
     def reset_parameters(self) -> None:
         """Restore the frequencies of the constructor."""
-        reset_frequencies(self)
+        values = torch.tensor(self.start, dtype=torch.float32, device=self.freqs.device)
+        self.freqs = self.freqs.to(torch.promote_types(self.freqs.dtype, torch.float32))
+        self.freqs.copy_(values)
+        self.exact = values.view(torch.int32)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
         freqs = exact_frequencies(self)
         super()._apply(fn, recurse)
-        if is_narrow(self.freqs):
+        if self.freqs.dtype.itemsize < 4:
             self.freqs = freqs.to(self.freqs.device, torch.float32)
         return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Load frequencies in fp32, and the constructor's if these come in less precision."""
+        loaded = state_dict.get(f"{prefix}freqs")
+        if isinstance(loaded, Tensor) and loaded.shape == self.freqs.shape and not loaded.is_meta:
+            start = torch.tensor(self.start, dtype=torch.float32, device=loaded.device)
+            value = loaded.float() if loaded.dtype.itemsize < 4 else loaded.clone()
+            state_dict[f"{prefix}freqs"] = value = start if is_rounded(loaded, start) else value
+            bits = value.to(torch.float32, copy=True).view(torch.int32)
+            self.exact = bits if self.exact.is_meta else bits.to(self.exact.device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def exact_frequencies(rotary: Rotary | RotaryEmbedding) -> Tensor:
+    """Frequencies in fp32 or better, unless they are learned in a narrower dtype."""
+    if rotary.freqs.dtype.itemsize >= 4 or not isinstance(rotary, Rotary):
+        return rotary.freqs
+    return rotary.exact.view(torch.float32)
+
+
+def is_rounded(loaded: Tensor, exact: Tensor) -> bool:
+    """Whether frequencies are `exact` in less precision. In a narrow dtype they must be within its
+    rounding; in a wide dtype they must equal `exact` rounded to a narrow dtype."""
+    if loaded.dtype.itemsize >= 4:
+        narrow = (torch.bfloat16, torch.float16)
+        return any(torch.equal(loaded, exact.to(dtype).to(loaded.dtype)) for dtype in narrow)
+    precision = torch.finfo(loaded.dtype)
+    allowed = precision.eps * (exact.abs() + precision.tiny)
+    return bool(((loaded.float() - exact).abs() <= allowed).all())
 
 
 def make_frequencies(dim: int, theta: float, inv_freq: Any) -> tuple[float, ...]:
@@ -173,9 +115,9 @@ def make_frequencies(dim: int, theta: float, inv_freq: Any) -> tuple[float, ...]
         or inv_freq.requires_grad
     ):
         raise ValueError(
-            f"inv_freq must be a vector of 1 to dim_head / 2 = {dim // 2} finite floats, not on "
-            f"the meta device and without gradient, got {describe(inv_freq)}; for learned "
-            "frequencies give rotary_emb, a RotaryEmbedding with learned_freq=True"
+            "inv_freq, or the frequencies of rotary_emb, must be a vector of 1 to dim_head / 2 = "
+            f"{dim // 2} finite floats, not on the meta device, got {describe(inv_freq)}; learned "
+            "frequencies go with rotary_emb, a RotaryEmbedding with learned_freq=True"
         )
     return tuple(inv_freq.double().tolist())
 
@@ -186,7 +128,8 @@ def make_rotary(
     rope_theta: float | None,
     inv_freq: Tensor | None,
 ) -> RotaryEmbedding | Rotary | None:
-    """The embedding of a layer, or None for one without positions (`rotary_emb=False`).
+    """The embedding of a layer, or None for one without positions (`rotary_emb=False`). The layer
+    shares a RotaryEmbedding of learned frequencies; of others it has a `Rotary` of its own.
 
     Raises:
         ValueError: more than one of the three, or an embedding that does not match this head
@@ -209,14 +152,14 @@ def make_rotary(
         raise ValueError(
             "rotary_emb must have use_xpos=False: a key's scale would depend on the length"
         )
-    freqs = rotary_emb.freqs
-    if freqs.ndim != 1 or not freqs.is_floating_point() or 2 * len(freqs) > dim_head:
+    if isinstance(rotary_emb, RotaryEmbedding) and not rotary_emb.freqs.requires_grad:
+        factor = rotary_emb.interpolate_factor
+        return Rotary(dim_head, inv_freq=rotary_emb.freqs, interpolate_factor=factor)
+    if rotary_emb.freqs.ndim != 1 or 2 * len(rotary_emb.freqs) > dim_head:
         raise ValueError(
-            "rotary_emb must have a vector of floating-point frequencies, which rotate at most "
-            f"dim_head={dim_head} features, got {describe(freqs.detach())}"
+            f"rotary_emb must have a vector of frequencies, which rotate at most {dim_head=} "
+            f"features, got {list(rotary_emb.freqs.shape)}"
         )
-    if isinstance(rotary_emb, RotaryEmbedding):
-        keep_exact(rotary_emb)
     return rotary_emb
 
 

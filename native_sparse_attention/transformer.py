@@ -39,7 +39,7 @@ from .generate import check_prompt, check_sampling, check_stop, generate
 from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
 from .ranking import WEIGHTS, sampled
-from .rotary import Rotary, RotaryLayer, make_rotary, rotate
+from .rotary import Rotary, make_rotary, rotate
 from .varlen import Documents, Layout, layer_layout
 
 __all__ = ["DEFAULT_SPARSE_ATTN", "Attention", "Transformer"]
@@ -56,7 +56,7 @@ DEFAULT_SPARSE_ATTN = dict(
 NO_LABEL = -100
 
 
-class Attention(RotaryLayer):
+class Attention(Started):
     """Dense attention, called as SparseAttention: grouped queries, rotary embedding, cache.
 
     State-dict names are those of the published package's dense attention.

@@ -8,7 +8,7 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
 from native_sparse_attention import SparseAttention, Transformer
-from native_sparse_attention.rotary import Rotary, exact_frequencies, rotate
+from native_sparse_attention.rotary import Rotary, rotate
 from native_sparse_attention.transformer import Attention
 from tests.helpers.layers import layer
 
@@ -27,11 +27,9 @@ def make(kind="own", **kwargs):
 
 
 def assert_exact(rotary, theta=10_000.0):
-    freqs = exact_frequencies(rotary)
-    assert freqs.dtype == torch.float32
-    assert (P * freqs.double() - P * expected(theta)).abs().max() < 0.02
-    if isinstance(rotary, Rotary):
-        assert torch.equal(freqs, rotary.freqs)
+    assert rotary.freqs.dtype == torch.float32
+    assert (P * rotary.freqs.double() - P * expected(theta)).abs().max() < 0.02
+    assert torch.equal(rotary.exact.view(torch.float32), rotary.freqs)
 
 
 KINDS = pytest.mark.parametrize("kind", ["own", "external"])
@@ -40,12 +38,12 @@ KINDS = pytest.mark.parametrize("kind", ["own", "external"])
 @KINDS
 def test_casts(kind):
     module = make(kind)
-    for cast in ("bfloat16", "half"):
+    for cast in ("bfloat16", "half", "float"):
         assert_exact(getattr(module, cast)().rotary_emb)
     assert_exact(module.to(torch.bfloat16).rotary_emb)
-    assert_exact(make(kind).float().rotary_emb)
-    assert make(kind).double().rotary_emb.freqs.dtype == torch.float64
-    assert isinstance(module.rotary_emb.freqs, nn.Parameter) == (kind != "own")
+    assert module.double().rotary_emb.freqs.dtype == torch.float64
+    assert module.to_qkv.weight.dtype == torch.float64
+    assert_exact(module.bfloat16().rotary_emb)
 
 
 @KINDS
@@ -58,7 +56,6 @@ def test_checkpoints(kind, dtype, assign):
     module.load_state_dict(saved, assign=assign)
     freqs = module.rotary_emb.freqs.double()
     assert (P * freqs - P * expected()).abs().max() < 0.02
-    assert isinstance(module.rotary_emb.freqs, nn.Parameter) == (kind != "own")
     assert saved["rotary_emb.freqs"].dtype == dtype  # the caller's own
     if dtype == torch.float8_e4m3fn:
         return
@@ -71,29 +68,23 @@ def test_checkpoints(kind, dtype, assign):
         saved["rotary_emb.freqs"] = freqs = expected(500_000.0).to(dtype)
         module.load_state_dict(saved, assign=assign)
         module.bfloat16()
-        assert torch.equal(exact_frequencies(module.rotary_emb), freqs.float())
+        assert torch.equal(module.rotary_emb.freqs, freqs.float())
         module = make(rope_theta=500_000.0)
         module.load_state_dict(saved, assign=assign)
         assert_exact(module.rotary_emb, 500_000.0)
 
 
-def test_a_shared_embedding():
-    """It remains one object of its own type, wherever a model holds it."""
-    rotary = RotaryEmbedding(8)
-    kwargs = dict(dim_head=8, heads=2, use_sparse_attn=True)
-    model = nn.ModuleDict({"model": Transformer(32, 16, 2, **kwargs, rotary_emb=rotary)})
-    model["rotary"] = rotary
-    exact = rotary.freqs.clone()
-    model.bfloat16()
-    assert all(attn.rotary_emb is rotary for attn, _ in model["model"].layers)
-    assert type(rotary) is RotaryEmbedding
-    assert torch.equal(exact_frequencies(rotary), exact)
-    twin = copy.deepcopy(model)["model"]
+def test_learned_frequencies_are_shared():
+    rotary = RotaryEmbedding(8, learned_freq=True)
+    model = Transformer(32, 16, 2, dim_head=8, heads=2, use_sparse_attn=True, rotary_emb=rotary)
+    assert all(attn.rotary_emb is rotary for attn, _ in model.layers)
+    twin = copy.deepcopy(model)
     assert twin.layers[0][0].rotary_emb is twin.layers[1][0].rotary_emb is not rotary
-    assert set(rotary.state_dict()) == {"freqs"}
+    model(torch.zeros(1, 9, dtype=torch.long), return_loss=True).backward()
+    assert rotary.freqs.grad is not None
 
 
-@pytest.mark.parametrize("kind", ["own", "external"])
+@KINDS
 def test_frequencies_that_others_cast(kind):
     """As mixed precision of FSDP casts buffers, and parameters for a forward."""
     module = make(kind)
@@ -143,7 +134,7 @@ BAD = [
     (dict(rope_theta=True), f"{THETA} True"),
     (dict(rope_theta="1e4"), f"{THETA} '1e4'"),
     *(
-        (dict(inv_freq=wrong), "inv_freq must be a vector of 1 to dim_head / 2 = 4 finite floats")
+        (dict(inv_freq=wrong), "must be a vector of 1 to dim_head / 2 = 4 finite floats")
         for wrong in (
             torch.ones(5),
             torch.ones(1, 4),
@@ -160,7 +151,7 @@ BAD = [
     (dict(rotary_emb="none"), "or False for no positions, got 'none'"),
     (
         dict(rotary_emb=RotaryEmbedding(8, custom_freqs=torch.ones(4, dtype=torch.int64))),
-        "rotary_emb must have a vector of floating-point frequencies, .* got a torch.int64",
+        "frequencies of rotary_emb, must be a vector .* got a torch.int64",
     ),
 ]
 

@@ -225,7 +225,7 @@ MESSAGES = {
         importance="probs", interpolated_importance_score=True
     ),
     "rotary_emb must have use_xpos=False": dict(rotary_emb=RotaryEmbedding(8, use_xpos=True)),
-    "which rotate at most dim_head=8 features": dict(rotary_emb=RotaryEmbedding(16)),
+    "a vector of 1 to dim_head / 2 = 4 finite floats": dict(rotary_emb=RotaryEmbedding(16)),
     "rope_theta must be a positive finite number, got int 1000": dict(rope_theta=10**400),
 }
 
