@@ -32,11 +32,6 @@ def minimum(a, b):
     return (a + b - abs(a - b)) // 2
 
 
-def maximum(a, b):
-    """The larger of two integers or integer tensors."""
-    return (a + b + abs(a - b)) // 2
-
-
 # compression windows
 
 
@@ -89,8 +84,9 @@ def num_complete_blocks(i: Int, d: int, s: int) -> Int:
 
 def overlap(w: Int, c: Int, l: int, d: int, s: int) -> Int:
     """Tokens that window w and selection block c share."""
-    shared = minimum(window_end(w, d), (c + 1) * s) - maximum(window_start(w, l, d), c * s)
-    return maximum(shared, 0 * shared)
+    first = -minimum(-window_start(w, l, d), -c * s)
+    shared = minimum(window_end(w, d), (c + 1) * s) - first
+    return shared - minimum(shared, 0)
 
 
 # shared rankings

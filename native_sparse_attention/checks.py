@@ -382,8 +382,14 @@ def check_forced_blocks(s: int, num_initial_blocks: Any, num_local_blocks: Any) 
 def check_selection(**settings: Any) -> dict[str, Any]:
     """Check the settings of the selection, each alone and together. Returns plain values by
     name."""
-    sizes = ("compress_block_size", "compress_block_sliding_stride", "selection_block_size")
-    l, d, s = check_ints(1, **{name: settings[name] for name in sizes})
+    sizes = (
+        "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
+        "selection_stride",
+    )  # fmt: skip
+    flags = ("interpolated_importance_score", "query_heads_share_selected_kv")
+    values: dict[str, Any] = {name: check_int(name, settings[name], 1) for name in sizes}
+    values |= {name: check_bool(name, settings[name]) for name in flags}
+    l, d, s, stride = (values[name] for name in sizes)
     if l < d:
         raise ValueError(
             "compress_block_size must be at least compress_block_sliding_stride, so that every "
@@ -394,26 +400,22 @@ def check_selection(**settings: Any) -> dict[str, Any]:
             "selection_block_size and compress_block_sliding_stride must divide one another, "
             f"got {s} and {d}"
         )
-    n = check_int("num_selected_blocks", settings["num_selected_blocks"], 0, TOO_MANY_BLOCKS)
-    forced = check_forced_blocks(s, settings["num_initial_blocks"], settings["num_local_blocks"])
-    importance = settings["importance"]
-    check_choice("importance", importance, IMPORTANCE_RULES)
-    flags = ("interpolated_importance_score", "query_heads_share_selected_kv")
-    bools = check_bools(**{name: settings[name] for name in flags})
-    if bools[0] and importance != "logits":
-        raise ValueError(
-            "interpolated_importance_score=True goes with importance='logits' only, "
-            f"got importance={importance!r}"
-        )
-    stride = check_int("selection_stride", settings["selection_stride"], 1)
     if s % stride:
         raise ValueError(
             f"selection_stride must divide selection_block_size={s}, so that the tokens that share "
             f"a ranking share their own block, got {stride}"
         )
-    names = (*sizes, "num_initial_blocks", "num_local_blocks", *flags)
-    values = dict(zip(names, (l, d, s, *forced, *bools), strict=True))
-    return settings | values | dict(num_selected_blocks=n, selection_stride=stride)
+    n = check_int("num_selected_blocks", settings["num_selected_blocks"], 0, TOO_MANY_BLOCKS)
+    forced = check_forced_blocks(s, settings["num_initial_blocks"], settings["num_local_blocks"])
+    values |= dict(num_selected_blocks=n, num_initial_blocks=forced[0], num_local_blocks=forced[1])
+    importance = settings["importance"]
+    check_choice("importance", importance, IMPORTANCE_RULES)
+    if values["interpolated_importance_score"] and importance != "logits":
+        raise ValueError(
+            "interpolated_importance_score=True goes with importance='logits' only, "
+            f"got importance={importance!r}"
+        )
+    return settings | values
 
 
 def check_branches(branches: Any) -> tuple[str, ...]:

@@ -49,15 +49,14 @@ def preset(
     longest = LONG if length is None else check_int("length", length, 1)
     sizes = next(sizes for limit, sizes in LENGTHS[name].items() if longest <= limit)
     changes = dict(user_settings or {})
-    settings = {key: size for key, size in zip(SIZES, sizes, strict=False) if size is not None}
+    settings: dict[str, Any] = {
+        key: size for key, size in zip(SIZES, sizes, strict=False) if size is not None
+    }
     settings = FORMS[name] | settings | changes
-    if "dense_length" in settings and "dense_length" not in changes and not can_be_dense(settings):
-        del settings["dense_length"]
+    # left out where settings that replace those of the preset exclude it
+    stride, dense_length = settings.get("selection_stride", 1), settings.get("dense_length", 0)
+    divides = not isinstance(stride, int) or stride < 1 or dense_length % stride == 0
+    is_one_softmax = tuple(settings.get("branches", ())) == ("selected",)
+    if "dense_length" not in changes and not (divides and is_one_softmax):
+        settings.pop("dense_length", None)
     return settings
-
-
-def can_be_dense(settings: Mapping[str, Any]) -> bool:
-    """Whether `dense_length` goes with settings that replace those of a preset."""
-    stride = settings.get("selection_stride", 1)
-    fits = not isinstance(stride, int) or stride < 1 or settings["dense_length"] % stride == 0
-    return fits and tuple(settings["branches"]) == ("selected",)

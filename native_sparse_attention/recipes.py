@@ -15,11 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
 from .attention import SparseAttention
 from .checks import check_bool, check_model
+
+
+def find_layers(model: nn.Module, expected: str, fits: Any) -> list[SparseAttention]:
+    check_model(model)
+    layers = [m for m in model.modules() if isinstance(m, SparseAttention) and fits(m)]
+    if not layers:
+        kind = type(model).__name__
+        raise ValueError(f"model must have SparseAttention layers {expected}, got none in a {kind}")
+    return layers
 
 
 def sparse_layers(model: nn.Module) -> list[SparseAttention]:
@@ -28,15 +38,8 @@ def sparse_layers(model: nn.Module) -> list[SparseAttention]:
     Raises:
         ValueError: there are none.
     """
-    check_model(model)
-    layers = [m for m in model.modules() if isinstance(m, SparseAttention)]
-    layers = [layer for layer in layers if layer.config.branches == ("selected",)]
-    if not layers:
-        raise ValueError(
-            "model must have a SparseAttention layer with branches=('selected',), got none in a "
-            f"{type(model).__name__}"
-        )
-    return layers
+    expected = "with branches=('selected',)"
+    return find_layers(model, expected, lambda layer: layer.config.branches == ("selected",))
 
 
 def set_dense(model: nn.Module, dense: bool) -> None:
@@ -65,14 +68,8 @@ def ranking_alone(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     Raises:
         ValueError: no layer has `importance="index"`.
     """
-    check_model(model)
-    layers = [m for m in model.modules() if isinstance(m, SparseAttention) and m.to_index]
+    layers = find_layers(model, "that rank by importance='index'", lambda layer: layer.to_index)
     learned = [p for layer in layers for p in layer.to_index.parameters()]
-    if not learned:
-        raise ValueError(
-            "model must have SparseAttention layers that rank by importance='index', got none in a "
-            f"{type(model).__name__}"
-        )
     were_trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         model.requires_grad_(False)
