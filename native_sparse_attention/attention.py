@@ -583,7 +583,7 @@ class SparseAttention(Started):
             }
             return self.compress(windows)
         k, v = raw["k"], raw.get("v")
-        if backend == "triton" and all(isinstance(net, (MeanPool, SumPool)) for net in sliding):
+        if backend == "triton":
             n = blocks.num_windows(k.shape[2], d, causal=config.causal)
             if v is not None:
                 positions = self.k_intrablock_positions, self.v_intrablock_positions

@@ -6,11 +6,9 @@ weights receive zero gradients.
 
     b  batch     h  KV heads     w  windows     l  tokens of a window     d  head width
 
-Each token lies in l / stride windows, and adding positions copies windows. Networks that are linear
-in a window's tokens therefore also have `compress_segments(segments, m)`. It computes the same
-result from segments [b h segments stride d] of the sequence, m = l / stride per window:
-`y_w = sum_i W_i x_(w + i)` with slices W_i of the weights. Other networks became slower this way
-(docs/kernels.md).
+Each token lies in l / stride windows, and windows with positions are copies. Means and sums
+therefore also have `compress_segments(segments, m)`, which computes the same result from segments
+[b h segments stride d] of the sequence, m = l / stride per window.
 
 Weights are named as in the published package native-sparse-attention-pytorch 0.2.3.
 """
@@ -92,19 +90,13 @@ def start_identity(weight: Tensor) -> tuple[Tensor]:
     return (torch.eye(len(weight), device=weight.device),)
 
 
-def sliding_sum(terms: list[Tensor]) -> Tensor:
-    """`y_w = sum_i terms_i[w + i]` of m terms [b h segments o]: [b h w o]."""
-    windows = max(0, terms[0].shape[2] - len(terms) + 1)
-    return sum(
-        (t.narrow(2, min(i, t.shape[2]), windows) for i, t in enumerate(terms[1:], start=1)),
-        start=terms[0].narrow(2, 0, windows),
-    )
-
-
 def windows_summed(segments: Tensor, m: int) -> Tensor:
     """Sums of tokens over windows of m segments, in float32 or better: [b h w d]."""
     dtype = torch.promote_types(segments.dtype, torch.float32)
-    return sliding_sum([segments.sum(dim=3, dtype=dtype)] * m)
+    sums = segments.sum(dim=3, dtype=dtype)
+    n = sums.shape[2]
+    windows = [sums.narrow(2, min(i, n), max(0, n - m + 1)) for i in range(m)]
+    return sum(windows[1:], start=windows[0])
 
 
 class MeanPool(Started):
@@ -235,15 +227,6 @@ class SingleProjection(Started):
     def forward(self, kv: Tensor) -> Tensor:
         return self.compress(kv)
 
-    def compress_segments(self, segments: Tensor, m: int) -> Tensor:
-        if not isinstance(self.compress, nn.Sequential):
-            total = windows_summed(segments, m).to(segments.dtype)
-            return self.compress(rearrange(total, "b h w d -> b h w 1 d"))
-        flat = rearrange(segments, "b h w l d -> b h w (l d)")
-        linear: Any = self.compress[1]
-        pieces = linear.weight.chunk(m, dim=1)
-        return sliding_sum([F.linear(flat, piece) for piece in pieces])
-
 
 class WindowAttention(nn.Module):
     """Multi-head self-attention among the tokens of a window, [n l e] -> [n l e].
@@ -338,20 +321,12 @@ class CompressTransformer(Started):
         return rearrange(x, "(b w) 1 (h d) -> b h w d", b=b, w=w, h=h).to(kv.dtype)
 
 
-# networks with `compress_segments`, and the types of their submodules
-SLIDING: dict[type, tuple[list[type], ...]] = {
-    MeanPool: ([],), SumPool: ([],),
-    SingleProjection: ([LinearPerHead], [nn.Sequential, Rearrange, nn.Linear]),
-}  # fmt: skip
-
-
 def slides(network: nn.Module) -> bool:
-    """Whether `compress_segments` can replace `forward`: not for a derived class, a replaced
-    submodule or a module with hooks."""
-    parts = [type(module) for module in network.modules()][1:]
-    return parts in SLIDING.get(type(network), ()) and not any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-        or "forward" in m.__dict__ for m in network.modules()
+    """Whether `compress_segments` can replace `forward`: not for a derived class or a network with
+    hooks."""
+    return type(network) in (MeanPool, SumPool) and not (
+        network._forward_hooks or network._forward_pre_hooks or network._backward_hooks
+        or network._backward_pre_hooks or "forward" in network.__dict__
     )  # fmt: skip
 
 

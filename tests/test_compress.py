@@ -225,13 +225,12 @@ def test_transformer_names_a_wrong_width():
 
 # windows of a whole sequence, without copies
 
-SLIDING = ["single", "single per head", "mean", "sum"]
+SLIDING = ["mean", "sum"]
 
 
 def layer_of(name: str, l: int, d: int, **settings: Any) -> SparseAttention:
     """A layer of compressed keys and values, its network one of those above."""
     network, kwargs = OURS[name]
-    kwargs = {name: l if name == "compress_window_size" else v for name, v in kwargs.items()}
     settings = dict(branches=("compressed",), compress_mlp=network(**kwargs)) | settings
     layer = SparseAttention(
         8, D, H, 2, l, l * d, 1, compress_block_sliding_stride=d, **settings
@@ -300,58 +299,14 @@ def test_means_by_the_kernel(name, dtype, branches, l, d, n, causal):
         assert error <= 3 * allowed + 8 * torch.finfo(dtype).eps * right.abs().max().clamp(min=1)
 
 
-def test_windows_without_copies_keep_none():
-    layer = layer_of("single", 16, 8, backend="eager")
-    weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    x = torch.randn(2, 512, 8, device=DEVICE, requires_grad=True)
-
-    def saved_bytes(layer: SparseAttention) -> int:
-        sizes = {}
-
-        def note(t: Tensor) -> Tensor:
-            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            out = layer(x)
-        del out
-        return sum(size for place, size in sizes.items() if place not in weights)
-
-    windows = 2 * 2 * H * 64 * 16 * D * 4  # of keys and values
-    assert saved_bytes(with_copies(layer)) - saved_bytes(layer) > 0.5 * windows
-
-
 class Derived(MeanPool):
     def forward(self, kv):
         return kv[..., 0, :]
 
 
-def derive(layer):
-    layer.k_compress = Derived()
-
-
-def compile_part(layer):
-    layer.v_compress.compress[1] = torch.compile(layer.v_compress.compress[1], backend="eager")
-
-
-def append_part(layer):
-    layer.k_compress.compress.append(nn.Linear(D, D, device=DEVICE))
-
-
-def replace_forward(layer):
-    layer.k_compress.compress[1].forward = lambda x: x[..., :D]
-
-
-@pytest.mark.parametrize("change", [derive, compile_part, append_part, replace_forward])
-def test_networks_that_someone_has_changed_get_windows(change):
-    """As those with a hook do."""
-    layer, x = layer_of("mean" if change is derive else "single", 4, 2), torch.randn(1, 12, 8)
-    x = x.to(DEVICE)
+def test_a_derived_network_gets_windows():
+    layer, x = layer_of("mean", 4, 2), torch.randn(1, 12, 8).to(DEVICE)
     before = layer(x)
-    change(layer)
-    twin, shapes = layer if change is compile_part else with_copies(layer), []
-    twin.k_compress.register_forward_hook(lambda _, args, out: shapes.append(args[0].shape))
-    out = layer(x)
-    torch.testing.assert_close(out, twin(x))
-    assert set(shapes) == {(1, H, 6, 4, D)}
-    assert torch.allclose(out, before) == (change is compile_part)
+    layer.k_compress = Derived()
+    torch.testing.assert_close(layer(x), with_copies(layer)(x))
+    assert not torch.allclose(layer(x), before)
