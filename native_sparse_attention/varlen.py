@@ -193,8 +193,8 @@ def layout(
     T, length = shape[1], None
     if cu_seqlens is not None:
         if segment_ids is not None or mask is not None:
-            other = "mask" if segment_ids is None else "segment_ids"
-            raise ValueError(f"cu_seqlens and {other} are two ways to name documents: give one")
+            name = "mask" if segment_ids is None else "segment_ids"
+            raise ValueError(f"cu_seqlens and {name} are two ways to name documents: give one")
         begins, length = read_bounds(cu_seqlens, shape, device, step)
         return align_documents(begins, None, step, length, device)
     check_rows("mask", mask, (torch.bool,), device, shape)
