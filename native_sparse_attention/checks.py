@@ -92,7 +92,7 @@ def check_callable(name: str, function: Any, signature: str, required: bool = Fa
 def check_device(name: str, device: Any) -> torch.device:
     """Check a device, its name, or the number of a GPU."""
     try:
-        return torch.device(device)
+        return torch.device(f"cuda:{device}" if type(device) is int else device)
     except (RuntimeError, TypeError) as error:
         expected = "a torch.device or the name of one"
         raise ValueError(f"{name} must be {expected}, got {describe(device)}") from error
