@@ -159,7 +159,7 @@ def drop_first_queries(call: Call, m: int) -> Call:
 
 def attend_densely(call: Call, config: AttentionConfig, backend: str) -> Tensor:
     """Attention [B T H E] over all keys, causally over those up to the query."""
-    q, k, v, offset = *call[:3], call.q_offset
+    q, k, v, offset = call.q, call.k, call.v, call.q_offset
     T = q.shape[1]
     if config.causal and not isinstance(offset, Tensor) and k.shape[1] != offset + T:
         k, v = (t[:, : offset + T] for t in (k, v))

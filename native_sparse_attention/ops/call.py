@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,12 +72,7 @@ class Call(NamedTuple):
         offset = self.q_offset
         starts, start = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
         first, last = (None, None) if self.documents is None else self.documents
-        return [*self[: len(TENSORS)], starts, first, last], start
-
-
-def pick(given: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Those of some arguments that have these names."""
-    return {name: given[name] for name in names if name in given}
+        return [*(getattr(self, name) for name in TENSORS), starts, first, last], start
 
 
 FIELDS = Call._fields  # dynamo of torch 2.8 traces neither `self._fields` nor `_replace`

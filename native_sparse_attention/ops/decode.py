@@ -21,9 +21,9 @@ from ..checks import (
     describe,
 )
 from ..compat import refuse_transforms
-from ..config import DEFAULTS, AttentionConfig, config_of_key
+from ..config import AttentionConfig, config_of_key
 from . import branches, dispatch, nsa
-from .call import Call, DecodeInputs, pick
+from .call import Call, DecodeInputs
 from .triton.operator import operator
 
 __all__ = ["decode_attention", "workspace"]
@@ -108,12 +108,23 @@ def decode_attention(
         ValueError: shapes, dtypes, devices or settings do not match.
         NotImplementedError: an explicit backend that cannot run the call.
     """
-    given = locals()
     refuse_transforms("decode_attention")
     check_given(q=q, k=k, v=v, lengths=lengths)
-    settings = pick(given, DEFAULTS)
-    config = AttentionConfig(**settings, causal=True)
-    call = DecodeInputs(**pick(given, DecodeInputs._fields))
+    config = AttentionConfig(
+        compress_block_size=compress_block_size,
+        compress_block_sliding_stride=compress_block_sliding_stride,
+        selection_block_size=selection_block_size, num_selected_blocks=num_selected_blocks,
+        sliding_window_size=sliding_window_size, importance=importance,
+        interpolated_importance_score=interpolated_importance_score,
+        num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks,
+        selection_stride=selection_stride,
+        query_heads_share_selected_kv=query_heads_share_selected_kv, branches=branches,
+        dense_length=dense_length, scale=scale, soft_cap=soft_cap, causal=True,
+    )  # fmt: skip
+    call = DecodeInputs(
+        q, k, v, lengths, ck, cv, branch_gates, counts, page_table, sinks, cq, mem_k, mem_v,
+        window_k, window_v, counters, ranking,
+    )  # fmt: skip
     axes = dict(k="B N K D", v="B N K E", ck="B W K D", cv="B W K E")
     axes |= dict(window_k=axes["k"], window_v=axes["v"])
     if page_table is not None:

@@ -44,7 +44,7 @@ def why_not(op: str, call: Any, config: AttentionConfig | None = None) -> list[s
     """Reasons why flex_attention cannot run this call; empty if it can."""
     if op in ("select_blocks", "decode_attention"):
         return [f"flex_attention has no form of {op}"]
-    q, k, v = call[:3]
+    q, k, v = call.q, call.k, call.v
     reasons = []
     if q.device.type not in ("cuda", "cpu"):
         reasons.append(f"q is on {q.device.type}, needs cuda or cpu")
@@ -141,7 +141,8 @@ def attend_masked(
 def compressed_attention(call: Call, config: AttentionConfig, **options: Any) -> Any:
     """Attention to memory [K m D], always visible, and to windows k, v [B W K D]. Causally query
     i sees window j iff `j < i // d`; otherwise it sees every window."""
-    q, k, v, mem_k, mem_v, documents = *call[:3], call.mem_k, call.mem_v, call.documents
+    q, k, v, mem_k, mem_v = call.q, call.k, call.v, call.mem_k, call.mem_v
+    documents = call.documents
     T, d, num_mem = q.shape[1], config.d, 0
     if mem_k is not None and mem_v is not None:
         num_mem = mem_k.shape[1]
@@ -165,7 +166,7 @@ def selected_attention(call: Call, config: AttentionConfig, **options: Any) -> A
     """Attention to the tokens of selected and forced blocks: block_indices [B T K|H n] with -1 for
     none, initial blocks and, causally, local blocks. Causally no query sees a key after itself.
     """
-    q, k, v, documents, causal = *call[:3], call.documents, config.causal
+    q, k, v, documents, causal = call.q, call.k, call.v, call.documents, config.causal
     indices: Any = call.block_indices
     S, s = k.shape[1], config.selection_block_size
     membership = block_membership(
@@ -181,7 +182,7 @@ def selected_attention(call: Call, config: AttentionConfig, **options: Any) -> A
 
 def window_attention(call: Call, config: AttentionConfig, **options: Any) -> Any:
     """Attention to keys `i - w .. i`, or `i - w .. i + w` if not causal."""
-    q, k, v, documents, start = *call[:3], call.documents, call.q_offset
+    q, k, v, documents, start = call.q, call.k, call.v, call.documents, call.q_offset
     T, S, max_past = q.shape[1], k.shape[1], config.sliding_window_size
     max_future = 0 if config.causal else max_past
     if documents is not None:

@@ -53,41 +53,50 @@ from ..checks import (
     check_windows,
     default_seq_len,
 )
-from ..config import SELECTION, AttentionConfig
+from ..config import AttentionConfig
 from ..varlen import Documents
 from . import dispatch
-from .call import Call, pick
+from .call import Call
 from .chunked import selection_gates
 from .packed import takes_documents
 
-# arguments that all operations take; settings among them go to the config
-COMMON = ("causal", "q_offset", "scale", "soft_cap", "sinks", "documents")
-
 
 def checked(
-    call: Call, settings: dict[str, Any], given: dict[str, Any], dims: dict[str, int], S: int
+    call: Call,
+    dims: dict[str, int],
+    S: int,
+    settings: dict[str, Any],
+    *,
+    causal: Any,
+    q_offset: Any,
+    scale: Any,
+    soft_cap: Any,
+    sinks: Any,
+    documents: Any,
+    block_sizes: Any = None,
 ) -> tuple[Call, AttentionConfig]:
-    """The call and its config with the arguments of `COMMON`, checked: of keys as many as the axis
-    of W or S has, in a sequence of S tokens."""
-    causal, q_offset, scale, soft_cap, sinks, documents = (given[name] for name in COMMON)
-    causal = check_bool("causal", causal)
+    """The call of a branch of these settings, and its config, with the arguments that all
+    operations take, checked. Its sequence has S tokens, and as many keys as the axis W or S has."""
+    device, causal = call.q.device, check_bool("causal", causal)
     check_groups(dims["H"], dims["K"], (dims["T"], dims.get("W", S)))
-    q_offset = check_offset(q_offset, dims, S, causal, call.q.device)
-    check_documents(documents, dims, q_offset, call.q.device)
-    check_tensor("sinks", sinks, FLOAT_DTYPES, call.q.device, (dims["H"],))
+    q_offset = check_offset(q_offset, dims, S, causal, device)
+    check_documents(documents, dims, q_offset, device)
+    check_tensor("sinks", sinks, FLOAT_DTYPES, device, (dims["H"],))
+    check_block_sizes(block_sizes)
     config = AttentionConfig.unchecked(
-        **settings, causal=causal, scale=check_scale(scale),
-        soft_cap=check_positive("soft_cap", soft_cap), block_sizes=given.get("block_sizes"),
+        **settings, causal=causal, scale=check_scale(scale), block_sizes=block_sizes,
+        soft_cap=check_positive("soft_cap", soft_cap),
     )  # fmt: skip
     sinks = None if sinks is None else sinks[None]
     return call.but(q_offset=q_offset, sinks=sinks, documents=documents), config
 
 
-def attend(op: str, call: Call, config: AttentionConfig, given: dict[str, Any]) -> Any:
+def attend(
+    op: str, call: Call, config: AttentionConfig, backend: dispatch.Backend, return_lse: Any
+) -> Any:
     """Choose a backend for the attention of a branch, and run it."""
-    return_lse = check_bool("return_lse", given["return_lse"])
-    check_block_sizes(config.block_sizes)
-    name = dispatch.choose(given["backend"], op, call, config)
+    return_lse = check_bool("return_lse", return_lse)
+    name = dispatch.choose(backend, op, call, config)
     return dispatch.attend_branch(name, call, config, return_lse)
 
 
@@ -131,7 +140,10 @@ def compressed_attention(
         ValueError: shapes, dtypes or devices do not match.
         NotImplementedError: no given backend supports the call.
     """
-    given = locals()
+    common = dict(
+        causal=causal, q_offset=q_offset, scale=scale, soft_cap=soft_cap, sinks=sinks,
+        documents=documents, block_sizes=block_sizes,
+    )  # fmt: skip
     dims = check_shapes(
         q=(q, "B T H D"),
         ck=(ck, "B W K D"),
@@ -147,8 +159,8 @@ def compressed_attention(
         check_windows(dims["W"], S, d, causal=True, q_offset=q_offset)
     settings = dict(branches=("compressed",), compress_block_sliding_stride=d)
     call = Call(q, ck, cv, mem_k=mem_k, mem_v=mem_v)
-    call, config = checked(call, settings, given, dims, S)
-    return attend("compressed_attention", call, config, given)
+    call, config = checked(call, dims, S, settings, **common)
+    return attend("compressed_attention", call, config, backend, return_lse)
 
 
 @takes_documents
@@ -218,16 +230,27 @@ def select_blocks(
         ValueError: shapes or settings do not match.
         NotImplementedError: no given backend supports the call.
     """
-    given = locals()
+    common = dict(
+        causal=causal, q_offset=q_offset, scale=scale, soft_cap=soft_cap, sinks=sinks,
+        documents=documents,
+    )  # fmt: skip
     dims = check_shapes(q=(q, "B T H D"), ck=(ck, "B W K D"), mem_k=(mem_k, "K m D"))
     check_same(q=q, ck=ck, mem_k=mem_k)
     return_gates = check_bool("return_gates", return_gates)
-    settings = check_selection(**pick(given, SELECTION))
+    settings = check_selection(
+        compress_block_size=compress_block_size,
+        compress_block_sliding_stride=compress_block_sliding_stride,
+        selection_block_size=selection_block_size, num_selected_blocks=num_selected_blocks,
+        importance=importance, interpolated_importance_score=interpolated_importance_score,
+        num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks,
+        selection_stride=selection_stride,
+        query_heads_share_selected_kv=query_heads_share_selected_kv,
+    )  # fmt: skip
     S = default_seq_len(seq_len, dims["T"], q_offset)
     d = settings["compress_block_sliding_stride"]
     check_windows(dims["W"], S, d, causal=causal, q_offset=q_offset)
     call = Call(q, ck=ck, mem_k=mem_k, leader_indices=leader_indices, seq_len=S)
-    call, config = checked(call, settings, given, dims, S)
+    call, config = checked(call, dims, S, settings, **common)
     shared = config.query_heads_share_selected_kv
     check_leaders(leader_indices, dims, config.num_selected_blocks, shared, q.device)
     check_first_group(call.q_offset, config.selection_stride, leader_indices)
@@ -279,7 +302,10 @@ def selected_attention(
         ValueError: shapes, dtypes or devices do not match.
         NotImplementedError: no given backend supports the call.
     """
-    given = locals()
+    common = dict(
+        causal=causal, q_offset=q_offset, scale=scale, soft_cap=soft_cap, sinks=sinks,
+        documents=documents, block_sizes=block_sizes,
+    )  # fmt: skip
     dims = check_shapes(
         q=(q, "B T H D"),
         k=(k, "B S K D"),
@@ -301,8 +327,8 @@ def selected_attention(
         num_initial_blocks=initial, num_local_blocks=local,
     )  # fmt: skip
     call = Call(q, k, v, block_indices=block_indices, gates=gates)
-    call, config = checked(call, settings, given, dims, dims["S"])
-    return attend("selected_attention", call, config, given)
+    call, config = checked(call, dims, dims["S"], settings, **common)
+    return attend("selected_attention", call, config, backend, return_lse)
 
 
 @takes_documents
@@ -336,10 +362,13 @@ def sliding_window_attention(
         ValueError: shapes, dtypes or devices do not match.
         NotImplementedError: no given backend supports the call.
     """
-    given = locals()
+    common = dict(
+        causal=causal, q_offset=q_offset, scale=scale, soft_cap=soft_cap, sinks=sinks,
+        documents=documents, block_sizes=block_sizes,
+    )  # fmt: skip
     dims = check_shapes(q=(q, "B T H D"), k=(k, "B S K D"), v=(v, "B S K E"))
     check_same(q=q, k=k, v=v)
     w = check_int("sliding_window_size", sliding_window_size, 0)
     settings = dict(branches=("window",), sliding_window_size=w)
-    call, config = checked(Call(q, k, v), settings, given, dims, dims["S"])
-    return attend("sliding_window_attention", call, config, given)
+    call, config = checked(Call(q, k, v), dims, dims["S"], settings, **common)
+    return attend("sliding_window_attention", call, config, backend, return_lse)

@@ -37,7 +37,7 @@ def is_supported(call: Call, config: AttentionConfig) -> bool:
 
 def window_attention(call: Call, config: AttentionConfig) -> Tensor:
     """Attention [B T H E] of a call that `is_supported`."""
-    q, k, v, w, causal = *call[:3], config.sliding_window_size, config.causal
+    q, k, v, w, causal = call.q, call.k, call.v, config.sliding_window_size, config.causal
     if config.scale is not None:
         q = q * (config.scale * q.shape[-1] ** 0.5)
     groups = q.shape[2] // k.shape[2]

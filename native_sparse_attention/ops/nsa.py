@@ -25,11 +25,11 @@ from ..checks import (
     check_windows,
     describe,
 )
-from ..config import DEFAULTS, AttentionConfig
+from ..config import AttentionConfig
 from ..varlen import Documents
 from . import branches as branches_of
 from . import dispatch
-from .call import FIELDS, Call, DecodeInputs, pick
+from .call import Call, DecodeInputs
 from .packed import takes_documents
 
 
@@ -132,10 +132,23 @@ def native_sparse_attention(
         ValueError: shapes, dtypes, devices or settings do not match.
         NotImplementedError: no given backend supports the call.
     """
-    given = locals()
     (return_indices,) = check_bools(return_indices=return_indices)
-    config = AttentionConfig(**pick(given, DEFAULTS))
-    call = Call(**pick(given, FIELDS))
+    config = AttentionConfig(
+        compress_block_size=compress_block_size,
+        compress_block_sliding_stride=compress_block_sliding_stride,
+        selection_block_size=selection_block_size, num_selected_blocks=num_selected_blocks,
+        sliding_window_size=sliding_window_size, importance=importance,
+        interpolated_importance_score=interpolated_importance_score,
+        num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks,
+        selection_stride=selection_stride,
+        query_heads_share_selected_kv=query_heads_share_selected_kv, branches=branches,
+        dense_length=dense_length, scale=scale, soft_cap=soft_cap, causal=causal,
+        use_diff_topk=use_diff_topk, recompute=recompute, block_sizes=block_sizes,
+    )  # fmt: skip
+    call = Call(
+        q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, sinks,
+        leader_indices=leader_indices, documents=documents, q_offset=q_offset,
+    )  # fmt: skip
     masks = sliding_window_flex_mask, fine_selection_flex_mask
     call = checked(call, config, masks)
     name = dispatch.choose(backend, "native_sparse_attention", call, config)

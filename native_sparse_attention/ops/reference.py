@@ -463,7 +463,7 @@ def block_scores(queries: RankedQueries, config: AttentionConfig) -> tuple[Tenso
     which blocks are candidates, [b|1 1 t c]."""
     leaves: Any = (
         None if t is None else t.to(torch.promote_types(t.dtype, torch.float32))
-        for t in queries[:4]
+        for t in (queries.q, queries.ck, queries.mem_k, queries.sinks)
     )
     q, ck, mem_k, sinks = leaves
     n = config.num_selected_blocks

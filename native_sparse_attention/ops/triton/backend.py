@@ -66,7 +66,7 @@ def why_no_step(config: AttentionConfig) -> list[str]:
 
 def why_not(op: str, call: Any, config: AttentionConfig) -> list[str]:
     """Reasons why the kernels cannot run this call, `Call` or `DecodeInputs`; empty if they can."""
-    q, k, v = call[:3]
+    q, k, v = call.q, call.k, call.v
     if k is None:  # a ranking
         k = call.ck
     reasons = []
