@@ -127,17 +127,9 @@ class BlockSizes:
 NAMES = tuple(field.name for field in fields(BlockSizes))
 # the most elements along an axis of a Triton tile
 LARGEST = 2**20
-FORWARD, BACKWARD = NAMES[:6], NAMES[6:]
+BACKWARD = NAMES[6:]
 
 
 def check_block_sizes(block_sizes: Any) -> None:
     if block_sizes is not None:
         check_type("block_sizes", block_sizes, BlockSizes, "a BlockSizes or None")
-
-
-def flat(block_sizes: BlockSizes | None) -> list[int] | None:
-    """The given sizes as an operator's argument; `kernels.sizes` reads them."""
-    if block_sizes is None:
-        return None
-    names = NAMES if block_sizes.has_backward_blocks else FORWARD
-    return [getattr(block_sizes, name) for name in names]

@@ -22,13 +22,11 @@ from native_sparse_attention.kernels.selected import union_sm90
 pytestmark = MARKS
 BF16 = torch.bfloat16
 LAUNCHES = {
-    "flash.forward": (flash_sm90, "forward"),
-    "flash.dq": (flash_sm90, "backward_q"),
-    "flash.dkv": (flash_sm90, "backward_kv"),
+    "flash": (flash_sm90, "run"),
     "key_major.backward": (key_major_sm90, "backward"),
     "union.forward": (union_sm90, "forward"),
 }
-FLASH = {"flash.forward": 1, "flash.dq": 1, "flash.dkv": 1}
+FLASH = {"flash.fwd": 1, "flash.dq": 1, "flash.dkv": 1}
 FORCED = dict(num_initial_blocks=1, num_local_blocks=2)
 SIZES = dict(FORCED, num_selected_blocks=5, sliding_window_size=255, memory=0)
 
@@ -39,9 +37,10 @@ def launches(monkeypatch, as_written):
     seen = {}
 
     def counted(name, run):
-        def launched(*args):
-            seen[name] = seen.get(name, 0) + 1
-            return run(*args)
+        def launched(*args, **kwargs):
+            kernel = f"{name}.{args[0].fn.__name__.split('_')[2]}" if name == "flash" else name
+            seen[kernel] = seen.get(kernel, 0) + 1
+            return run(*args, **kwargs)
 
         return launched
 
@@ -76,8 +75,8 @@ def draw_layer(T, heads, **settings):
     "branch, case, expected",
     [
         ("window", dict(heads=(16, 1, 128, 128), place=(2100, 2100)), FLASH),
-        ("window", dict(heads=(8, 8, 128, 128), place=(193, 257)), {"flash.forward": 1}),
-        ("compressed", dict(heads=(12, 3, 128, 128), place=(130, 830)), {"flash.forward": 1}),
+        ("window", dict(heads=(8, 8, 128, 128), place=(193, 257)), {"flash.fwd": 1}),
+        ("compressed", dict(heads=(12, 3, 128, 128), place=(130, 830)), {"flash.fwd": 1}),
         ("selected", dict(heads=(32, 2, 64, 64), place=(448, 448)), {"union.forward": 1}),
         ("selected", dict(heads=(9, 1, 64, 64), place=(193, 256)), {"union.forward": 1}),
         ("selected", dict(heads=(8, 2, 128, 128)), {"key_major.backward": 1}),
@@ -100,7 +99,7 @@ def test_launched_by_a_layer(launches, w):
     layer(tensors, d_out, none, **settings)
     assert launches == {}
     layer(tensors, d_out, {}, **settings)
-    assert launches["flash.forward"] == 2 + (w < 128)
+    assert launches["flash.fwd"] == 2 + (w < 128)
     assert launches["union.forward"] == launches["key_major.backward"] == 1
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -85,26 +85,23 @@ def padded(width: int) -> int:
     return max(16, next_power_of_2(width))
 
 
-# kernels in the order of a call's sizes (rows and keys of each); the backward's may be missing
-SIZED: tuple[tuple[str, ...], ...] = (
-    ("forward",),
-    ("window.forward",),
-    ("query_major.forward", "union.forward", "key_major.forward"),
-    ("dq",),
-    ("window.dq",),
-    ("query_major.dq", "union.dq"),
-    ("dkv",),
-    ("window.dkv",),
-    ("key_major.backward",),
-)
+# a kernel's sizes are the fields `block_q` and `block_k` of `BlockSizes` with these suffixes
+BRANCHES = {"": "", "window": "_window"}
+BRANCHES |= dict.fromkeys(("query_major", "union", "key_major"), "_selected")
+PASSES = {"forward": "", "dq": "_dq", "dkv": "_dkv", "backward": "_dkv"}
 
-# rows and keys by kernel, of this thread: backward passes run in other threads
-requested: ContextVar[dict[str, tuple[int, int]]] = ContextVar("requested")
+# the `BlockSizes` of this thread's call: backward passes run in other threads
+requested: ContextVar[Any] = ContextVar("requested", default=None)
 
 
 def requested_sizes(kernel: str) -> tuple[int, int] | None:
     """Rows and keys that the current call requests for a kernel, if any."""
-    return requested.get({}).get(kernel)
+    (branch, _, direction), sizes = kernel.rpartition("."), requested.get()
+    if sizes is None or branch not in BRANCHES:
+        return None
+    suffix = BRANCHES[branch] + PASSES[direction]
+    rows, keys = getattr(sizes, f"block_q{suffix}"), getattr(sizes, f"block_k{suffix}")
+    return None if rows is None else (rows, keys)
 
 
 @contextmanager
@@ -120,12 +117,9 @@ def using(tiles: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def sized(sizes: Sequence[int] | None) -> Iterator[None]:
-    """Launch with these sizes: rows and keys of each kernel, in the order of SIZED."""
-    pairs = [] if sizes is None else zip(sizes[::2], sizes[1::2], strict=True)
-    token = requested.set(
-        {kernel: pair for names, pair in zip(SIZED, pairs, strict=False) for kernel in names}
-    )
+def sized(block_sizes: Any) -> Iterator[None]:
+    """Launch with the tile sizes of a `BlockSizes`, or with the kernels' own for None."""
+    token = requested.set(block_sizes)
     try:
         yield
     finally:
@@ -154,7 +148,7 @@ def architecture() -> Architecture:
 def tuning() -> tuple[Any, ...]:
     """What tile configs depend on besides a problem; part of the key of a cached plan."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    return device, tuple(override.items()), tuple(requested.get({}).items())
+    return device, tuple(override.items()), requested.get()
 
 
 class Layout(NamedTuple):
@@ -172,6 +166,7 @@ class Plan(NamedTuple):
 
     grid: tuple[int, ...]
     args: dict[str, Any]
+    is_sm90: bool = False
 
 
 def layout(t: Tensor) -> Layout:
@@ -181,6 +176,12 @@ def layout(t: Tensor) -> Layout:
 def row(table: dict[int, Any], size: int) -> Any:
     """The first row of a table whose limit is at least `size`."""
     return next(value for limit, value in table.items() if size <= limit)
+
+
+def entry(tiles: dict[str, TileConfig], kernel: str) -> TileConfig:
+    """The tile config of a kernel in a row of the tables."""
+    tile = tiles.get(kernel) or tiles.get(kernel.rpartition(".")[2]) or tiles[""]
+    return replace(tile, num_stages=min(tile.num_stages, architecture().max_stages))
 
 
 def fit_head_group(kernel: str, groups: int, tile: TileConfig) -> TileConfig:
@@ -202,11 +203,11 @@ def flash_tile(
         kernel = f"window.{kernel}"
     tables = architecture()
     most, cheaper = FEWER_KEYS.get(kernel, (-1, kernel))
-    tile = row(tables.flash, width)[cheaper if keys <= most else kernel]
-    if kernel in tables.few_heads and groups <= FEW_HEADS and width <= 128:
-        tile = tables.few_heads[kernel]
+    tile = entry(row(tables.flash, width), cheaper if keys <= most else kernel)
+    if kernel.endswith("dkv") and groups <= FEW_HEADS and width <= 128:
+        tile = entry(tables.few_heads, kernel)
     if dtype == torch.float32:
-        tile = tables.float32_tile("flash", width)
+        tile = entry(row(tables.float32, width), "flash")
     return fit_head_group(kernel, groups, tile)
 
 
@@ -222,9 +223,9 @@ def query_major_tile(
     """The tile config of the query-major `kernel` "forward" or "dq". A tile has `rows` rows, of one
     selection or of a union (`is_union`)."""
     tables = architecture()
-    tile = row(row(tables.query_major, width), rows)[kernel]
+    tile = entry(row(row(tables.query_major, width), rows), kernel)
     if dtype == torch.float32:
-        tile = tables.float32_tile("query_major", width)
+        tile = entry(row(tables.float32, width), "query_major")
     tile = apply_overrides(f"{'union' if is_union else 'query_major'}.{kernel}", tile)
     return replace(tile, block_m=padded(rows))
 
@@ -269,26 +270,18 @@ def triton_is_known() -> bool:
     return tuple(map(int, triton.__version__.split(".")[:2])) in VERSIONS
 
 
-@functools.cache
-def warn_of_unknown(version: str) -> None:
-    """Warn once of the cost of an unknown Triton."""
-    warnings.warn(
-        f"the kernels for Hopper GPUs have not been run with Triton {version}. The portable "
-        "kernels take their place: about 1.3 times the forward's time and 1.2 times the "
-        "backward's. Install 'triton>=3.6,<3.10' for the faster ones.",
-        stacklevel=2,
-    )
-
-
 def supports_gluon(t: Tensor | Layout) -> bool:
-    """Whether the GPU of t and this Triton can run `_sm90` kernels. `using({"gluon": True})`
-    also runs them with an unknown Triton."""
+    """Whether the GPU of t and this Triton can run `_sm90` kernels."""
     if t.device.type != "cuda" or capability(t.device.index) != (9, 0):
         return False
-    if triton_is_known() or override.get("gluon"):
-        return True
-    warn_of_unknown(triton.__version__)
-    return False
+    if not triton_is_known():
+        warnings.warn(
+            f"the kernels for Hopper GPUs have not been run with Triton {triton.__version__}. The "
+            "portable kernels take their place: about 1.3 times the forward's time and 1.2 times "
+            "the backward's. Install 'triton>=3.6,<3.10' for the faster ones.",
+            stacklevel=2,
+        )
+    return triton_is_known()
 
 
 @functools.cache
@@ -309,10 +302,10 @@ def gluon_box(t: Tensor, shape: list[int]) -> Any:
 
 def key_major_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> TileConfig:
     """The tile config of the key-major `kernel` "forward" or "backward"."""
-    tiles = row(architecture().key_major, width)
-    tile = tiles.get(f"one.{kernel}" if groups == 1 else kernel, tiles[kernel])
+    tables = architecture()
+    tile = entry(row(tables.key_major, width), f"one.{kernel}" if groups == 1 else kernel)
     if dtype == torch.float32:
-        tile = architecture().float32_tile("key_major", width)
+        tile = entry(row(tables.float32, width), "key_major")
     return fit_head_group(f"key_major.{kernel}", groups, tile)
 
 
@@ -378,27 +371,7 @@ def backward_bytes(group: int, width: int) -> int:
 # argument groups
 
 
-class RangeFacts(NamedTuple):
-    """What a plan depends on of a KV range."""
-
-    kind: int
-    reach: int
-    stride: int
-    floor: int
-    unit: int
-    causal_prefix: bool
-    has_starts: bool
-    has_documents: bool
-    has_cap: bool
-
-    @property
-    def wide(self) -> bool:
-        """Whether the range reaches beyond a window around the query."""
-        return self.kind in (BEHIND.value, EVERYTHING.value) or self.reach == UNLIMITED
-
-
-@dataclass(frozen=True)
-class KVRange:
+class KVRange(NamedTuple):
     """The range of keys that each query sees in a branch.
 
     The first query's position is `start`, or `starts` [B] per sequence. With `documents` a query
@@ -409,18 +382,24 @@ class KVRange:
     stride: int = 1
     floor: int = 0
     start: int = 0
-    starts: Tensor | None = None
+    starts: Any = None
     causal_prefix: bool = False
-    documents: Documents | None = None
+    documents: Any = None
     unit: int = 1
-    soft_cap: float | None = None
+    soft_cap: Any = None
 
     @property
-    def facts(self) -> RangeFacts:
-        return RangeFacts(
-            self.kind, self.reach, self.stride, self.floor, self.unit, self.causal_prefix,
-            self.starts is not None, self.documents is not None, self.soft_cap is not None,
+    def facts(self) -> KVRange:
+        """What a plan depends on: not the start, but whether there are starts, documents, a cap."""
+        return self._replace(
+            start=0, starts=self.starts is not None, documents=self.documents is not None,
+            soft_cap=self.soft_cap is not None,
         )  # fmt: skip
+
+    @property
+    def wide(self) -> bool:
+        """Whether the range reaches beyond a window around the query."""
+        return self.kind in (BEHIND.value, EVERYTHING.value) or self.reach == UNLIMITED
 
 
 class Accumulator:
@@ -435,14 +414,8 @@ class Accumulator:
         add, self.begun = self.begun, True
         return self.value, add
 
-    def begin(self) -> None:
-        if not self.begun:
-            self.value.zero_()
-        self.begun = True
-
     def result(self) -> Tensor:
-        self.begin()
-        return self.value
+        return self.value if self.begun else self.value.zero_()
 
 
 def cap(soft_cap: float | None, log2: bool = True) -> float:
@@ -530,21 +503,18 @@ def topk_tile(
 ) -> TopkTileConfig:  # fmt: skip
     """The tile config of the ranking of `blocks` blocks: heads of `width`, `groups` of which share
     a ranking, and the n best blocks."""
-    tables = architecture()
+    tables, is_float32 = architecture(), dtype == torch.float32
     if rule == "probs":
-        tile = row(row(tables.probs, width), groups)
-        if dtype == torch.float32:
-            tile = PROBS_FLOAT32
+        tile = PROBS_FLOAT32 if is_float32 else row(row(tables.probs, width), groups)
     elif rule == "max":
-        tile = row(tables.largest, width)
-        if dtype == torch.float32:
-            tile = MAX_FLOAT32
-        elif n > tile.depth:
+        tile = MAX_FLOAT32 if is_float32 else row(tables.largest, width)
+        if n > tile.depth > 0:
             tile = replace(tile, columns=2 * tile.columns, num_warps=2 * tile.num_warps)
     else:
         tile = row(tables.interpolated if interpolated else tables.logits, width)
         if blocks <= FEW_BLOCKS:
             tile = replace(tile, block_n=min(tile.block_n, 32))
+    tile = replace(tile, num_stages=min(tile.num_stages, tables.max_stages))
     tile = override.get(f"ranking.{rule}", tile)
     if rule == "probs":
         # a tile holds at least one token with all heads of its group

@@ -8,7 +8,7 @@ Triton kernels that were tried since.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 # programs that keep a large GPU busy to the end of a launch
 ENOUGH_PROGRAMS = 1024
@@ -24,28 +24,19 @@ class TileConfig:
     num_stages: int
 
 
-# by width and kernel; "window.": queries see few of the keys; "few." and "prefix.": there are few
+# by width and kernel: an entry is for all kernels whose name ends in it, unless the whole name has
+# an entry; "" for all others. "window.": queries see few of the keys; "few." and "prefix.": there
+# are few
 FLASH = {
     128: {
         "forward": TileConfig(64, 64, 4, 3),
         "few.forward": TileConfig(64, 32, 4, 2),
-        "window.forward": TileConfig(64, 64, 4, 3),
         "dq": TileConfig(128, 64, 8, 3),
         "window.dq": TileConfig(64, 64, 4, 2),
         "dkv": TileConfig(64, 128, 8, 3),
-        "window.dkv": TileConfig(64, 128, 8, 3),
         "prefix.dkv": TileConfig(64, 64, 4, 2),
     },
-    256: {
-        "forward": TileConfig(64, 64, 8, 2),
-        "few.forward": TileConfig(64, 64, 8, 2),
-        "window.forward": TileConfig(64, 64, 8, 2),
-        "dq": TileConfig(64, 32, 8, 2),
-        "window.dq": TileConfig(64, 32, 8, 2),
-        "dkv": TileConfig(64, 32, 8, 2),
-        "window.dkv": TileConfig(64, 32, 8, 2),
-        "prefix.dkv": TileConfig(64, 32, 8, 2),
-    },
+    256: {"forward": TileConfig(64, 64, 8, 2), "": TileConfig(64, 32, 8, 2)},
 }
 # for dk and dv, with at most FEW_HEADS query heads per KV head
 FEW_HEADS_TILES = {
@@ -53,15 +44,24 @@ FEW_HEADS_TILES = {
     "window.dkv": TileConfig(32, 64, 4, 3),
     "prefix.dkv": TileConfig(32, 64, 4, 2),
 }
-# float32, by width; kernels of the selected branch without a row of their own use "flash"
-FLOAT32 = {
-    64: {"flash": TileConfig(32, 32, 4, 1), "key_major": TileConfig(32, 64, 8, 1)},
+# key-major; "one." for one query head per KV head
+KEY_MAJOR = {
     128: {
-        "flash": TileConfig(64, 32, 8, 1),
+        "forward": TileConfig(64, 64, 4, 2),
+        "one.forward": TileConfig(64, 64, 4, 1),
+        "backward": TileConfig(32, 64, 4, 3),
+    },
+    256: {"forward": TileConfig(64, 64, 8, 2), "backward": TileConfig(32, 64, 8, 1)},
+}
+# float32, by width
+FLOAT32 = {
+    64: {"key_major": TileConfig(32, 64, 8, 1), "": TileConfig(32, 32, 4, 1)},
+    128: {
         "query_major": TileConfig(16, 32, 4, 1),
         "key_major": TileConfig(32, 64, 8, 1),
+        "": TileConfig(64, 32, 8, 1),
     },
-    256: {"flash": TileConfig(16, 16, 4, 1)},
+    256: {"": TileConfig(16, 16, 4, 1)},
 }
 
 # query-major, by rows of a tile (all rows of the tokens that share block indices). Block indices
@@ -70,7 +70,12 @@ QUERY_MAJOR = {
     16: {"forward": TileConfig(16, 32, 1, 5), "dq": TileConfig(16, 64, 2, 5)},
     32: {"forward": TileConfig(32, 64, 2, 5), "dq": TileConfig(32, 64, 2, 3)},
     64: {"forward": TileConfig(64, 64, 4, 5), "dq": TileConfig(64, 64, 4, 2)},
-    128: {"forward": TileConfig(128, 64, 8, 2), "dq": TileConfig(128, 64, 8, 2)},
+    128: {"": TileConfig(128, 64, 8, 2)},
+}
+# for widths above 128
+WIDE_QUERY_MAJOR = {
+    rows: {kernel: replace(tile, num_stages=1) for kernel, tile in tiles.items()}
+    for rows, tiles in QUERY_MAJOR.items()
 }
 
 
@@ -94,16 +99,6 @@ UNION_RULES = {
     32: UnionRule(2, 0.95),
 }
 
-# key-major; "one." for one query head per KV head
-KEY_MAJOR = {
-    128: {
-        "forward": TileConfig(64, 64, 4, 2),
-        "one.forward": TileConfig(64, 64, 4, 1),
-        "backward": TileConfig(32, 64, 4, 3),
-    },
-    256: {"forward": TileConfig(64, 64, 8, 2), "backward": TileConfig(32, 64, 8, 1)},
-}
-
 # at most this many keys are a prefix: memory, or the initial block
 FEW_KEYS = 64
 
@@ -112,9 +107,6 @@ FEWER_KEYS = {"dq": (1024, "window.dq"), "forward": (512, "few.forward")}
 
 # query heads per KV head up to which dk and dv are faster with few rows per tile
 FEW_HEADS = 8
-
-
-# the ranking
 
 
 @dataclass(frozen=True)
@@ -170,108 +162,81 @@ def heads_in_flight(size: int) -> int:
     return 4 if size <= 1 << 14 else 1
 
 
-# other architectures: not measured, chosen to fit shared memory and to spill few registers
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """Tables of tile configs by width; `query_major` also by rows of a tile, `probs` by heads of a
-    group."""
+class Architecture(NamedTuple):
+    """Tables by width; `query_major` also by rows of a tile, `probs` by heads of a group."""
 
     shared_memory: int  # bytes per program
+    max_stages: int
+    block_bytes: int  # keys and values of a block in a key-major tile, at most
+    query_major_rows: int  # of a tile, at most
     flash: dict[int, dict[str, TileConfig]]
     few_heads: dict[str, TileConfig]
-    query_major: dict[int, dict[int, dict[str, TileConfig]]]
-    query_major_rows: int  # of a tile, at most
     key_major: dict[int, dict[str, TileConfig]]
     float32: dict[int, dict[str, TileConfig]]
-    block_bytes: int  # keys and values of a block in a key-major tile, at most
+    query_major: dict[int, dict[int, dict[str, TileConfig]]]
     logits: dict[int, TopkTileConfig]
     interpolated: dict[int, TopkTileConfig]
     largest: dict[int, TopkTileConfig]
     probs: dict[int, dict[int, TopkTileConfig]]
 
-    def float32_tile(self, kind: str, width: int) -> TileConfig:
-        """The float32 tile config of "flash", "query_major" or "key_major" kernels."""
-        tiles = next(row for limit, row in self.float32.items() if width <= limit)
-        return tiles.get(kind, tiles["flash"])
 
-
-def limit_to_one_stage(table: dict[int, Any]) -> dict[int, Any]:
-    """The table with one stage per tile config, which takes less shared memory."""
-    return {
-        limit: {key: replace(tile, num_stages=1) for key, tile in value.items()}
-        if isinstance(value, dict)
-        else replace(value, num_stages=1)
-        for limit, value in table.items()
-    }
-
-
-BY_WIDTH = {128: PROBS_TILES, 256: NARROW_PROBS_TILES}
-RANKING: tuple[Any, ...] = (LOGITS_TILES, INTERPOLATED_TILES, MAX_TILES, BY_WIDTH)
-WIDE_QUERY_MAJOR = limit_to_one_stage(QUERY_MAJOR)
 HOPPER = Architecture(
-    227 * 1024,
-    FLASH,
-    FEW_HEADS_TILES,
-    {128: QUERY_MAJOR, 256: WIDE_QUERY_MAJOR},
+    shared_memory=227 * 1024,
+    max_stages=5,
+    block_bytes=128 * 1024,
     # tiles of 128 rows in two to four stages take 1.27 ms instead of 1.06 (layer's forward, H = 64,
     # K = 4, 8k, selection_stride 16), 16.0 ms instead of 14.4 at 64k; backward 3.19 instead of 3.08
-    64,
-    KEY_MAJOR,
-    FLOAT32,
-    128 * 1024,
-    *RANKING,
+    query_major_rows=64,
+    flash=FLASH,
+    few_heads=FEW_HEADS_TILES,
+    key_major=KEY_MAJOR,
+    float32=FLOAT32,
+    query_major={128: QUERY_MAJOR, 256: WIDE_QUERY_MAJOR},
+    logits=LOGITS_TILES,
+    interpolated=INTERPOLATED_TILES,
+    largest=MAX_TILES,
+    probs={128: PROBS_TILES, 256: NARROW_PROBS_TILES},
 )
 
-# A100
-AMPERE = Architecture(
-    163 * 1024,
-    {
-        128: dict.fromkeys(FLASH[128], TileConfig(64, 64, 8, 2))
+# A100; like all below not measured, but chosen to fit shared memory and to spill few registers
+SQUARE = TileConfig(64, 64, 8, 2)
+AMPERE = HOPPER._replace(
+    shared_memory=163 * 1024,
+    block_bytes=64 * 1024,
+    query_major_rows=128,
+    flash={
+        128: dict.fromkeys(("few.forward", "window.forward", ""), SQUARE)
         | {"forward": TileConfig(128, 64, 8, 2)},
-        256: dict.fromkeys(FLASH[256], TileConfig(32, 64, 8, 1)),
+        256: {"": TileConfig(32, 64, 8, 1)},
     },
-    dict.fromkeys(FEW_HEADS_TILES, TileConfig(32, 64, 8, 2)),
-    {
-        128: QUERY_MAJOR,
-        256: WIDE_QUERY_MAJOR | {128: dict.fromkeys(QUERY_MAJOR[128], TileConfig(128, 16, 8, 1))},
-    },
-    128,
-    {
-        128: dict.fromkeys(KEY_MAJOR[128], TileConfig(64, 64, 8, 2)),
-        256: dict.fromkeys(KEY_MAJOR[256], TileConfig(32, 64, 8, 1)),
-    },
-    FLOAT32,
-    64 * 1024,
-    *RANKING,
+    few_heads={"": TileConfig(32, 64, 8, 2)},
+    key_major={128: {"": SQUARE}, 256: {"": TileConfig(32, 64, 8, 1)}},
+    query_major={128: QUERY_MAJOR, 256: WIDE_QUERY_MAJOR | {128: {"": TileConfig(128, 16, 8, 1)}}},
 )
 
 # desktop Ampere and Ada: the least shared memory of all GPUs that run bfloat16
-SMALL = {128: TileConfig(64, 64, 8, 1), 256: TileConfig(32, 32, 4, 1)}
-ELSEWHERE = Architecture(
-    99 * 1024,
-    {width: dict.fromkeys(FLASH[width], tile) for width, tile in SMALL.items()},
-    dict.fromkeys(FEW_HEADS_TILES, TileConfig(32, 64, 4, 1)),
-    {
-        128: limit_to_one_stage(QUERY_MAJOR),
+SMALL = {128: {"": TileConfig(64, 64, 8, 1)}, 256: {"": TileConfig(32, 32, 4, 1)}}
+ELSEWHERE = HOPPER._replace(
+    shared_memory=99 * 1024,
+    max_stages=1,
+    block_bytes=32 * 1024,
+    flash=SMALL,
+    few_heads={"": TileConfig(32, 64, 4, 1)},
+    key_major=SMALL,
+    float32={
+        128: {"query_major": TileConfig(16, 16, 4, 1), "": TileConfig(32, 32, 4, 1)},
+        256: {"": TileConfig(16, 16, 4, 1)},
+    },
+    query_major={
+        128: QUERY_MAJOR,
         256: {
-            16: dict.fromkeys(QUERY_MAJOR[16], TileConfig(16, 32, 2, 1)),
-            32: dict.fromkeys(QUERY_MAJOR[32], TileConfig(32, 32, 2, 1)),
-            64: dict.fromkeys(QUERY_MAJOR[64], TileConfig(64, 16, 4, 1)),
+            16: {"": TileConfig(16, 32, 2, 1)},
+            32: {"": TileConfig(32, 32, 2, 1)},
+            64: {"": TileConfig(64, 16, 4, 1)},
         },
     },
-    64,
-    {width: dict.fromkeys(KEY_MAJOR[width], tile) for width, tile in SMALL.items()},
-    {
-        128: {"flash": TileConfig(32, 32, 4, 1), "query_major": TileConfig(16, 16, 4, 1)},
-        256: {"flash": TileConfig(16, 16, 4, 1)},
-    },
-    32 * 1024,
-    limit_to_one_stage(LOGITS_TILES),
-    limit_to_one_stage(INTERPOLATED_TILES),
-    {limit: TopkTileConfig(64, 64, 4, 8, 4, 1) for limit in MAX_TILES},
-    dict.fromkeys(BY_WIDTH, limit_to_one_stage(NARROW_PROBS_TILES)),
+    largest={256: MAX_TILES[256]},
+    probs={256: NARROW_PROBS_TILES},
 )
 
 # by compute capability

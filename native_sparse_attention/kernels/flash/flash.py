@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,8 +27,10 @@ from ..common.launch import (
     Accumulator,
     BackwardInputs,
     KVRange,
+    Layout,
     Plan,
     cdiv,
+    layout,
     strided,
 )
 from ..common.precompile import launcher
@@ -57,7 +59,6 @@ from ..common.primitives import (
 )
 from ..common.reduce import Partials
 from ..common.tile_configs import FEW_KEYS
-from .call import Facts, backward_rows, facts, supports_sm90
 
 # one compiled kernel for all lengths
 LENGTHS = ["T", "N", "P", "start"]
@@ -65,6 +66,10 @@ LENGTHS = ["T", "N", "P", "start"]
 # the prefix: none, seen by every query, or causal (key n by the queries from position n on)
 NO_PREFIX, OPEN_PREFIX, CAUSAL_PREFIX = (tl.constexpr(i) for i in range(3))
 
+# numbers of a KV range and of the local blocks within it; a key covers `unit` tokens
+Range = namedtuple("Range", "floor reach stride inner_floor inner_reach inner_stride unit")
+# `launch.BackwardInputs` [B T H ..], and lse and delta of the local blocks
+Rows = namedtuple("Rows", "d_out lse delta inner_lse inner_delta")
 # out [B T H E] and lse [B T H], and those of the local blocks
 Outputs = namedtuple("Outputs", "out lse inner_out inner_lse")
 # compile-time settings of the three kernels
@@ -487,15 +492,60 @@ def nsa_flash_dkv(
 # launches
 
 
+class Facts(NamedTuple):
+    """What a plan depends on. `gated` and `add` are of the backward."""
+
+    q: Layout
+    k: Layout
+    v: Layout
+    prefix: tuple[Layout, Layout] | None
+    kv_range: KVRange
+    inner: KVRange | None
+    positive: bool
+    sinks: bool = False
+    bounded: bool = False
+    gated: bool = False
+    add: bool = False
+
+    @property
+    def groups(self) -> int:
+        """Query heads per KV head."""
+        return self.q.shape[2] // max(self.k.shape[2], 1)
+
+    def numbers(self) -> Range:
+        at, inner = self.kv_range, self.inner
+        local = (0, 0, 1) if inner is None else (inner.floor, inner.reach, inner.stride)
+        return Range(at.floor, at.reach, at.stride, *local, at.unit)
+
+
+def facts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_range: KVRange,
+    scale: float,
+    inner: KVRange | None,
+    prefix: tuple[Tensor, Tensor] | None = None,
+    **flags: bool,
+) -> Facts:
+    return Facts(
+        layout(q), layout(k), layout(v), prefix and (layout(prefix[0]), layout(prefix[1])),
+        kv_range.facts, inner and inner.facts, scale > 0, **flags,
+    )  # fmt: skip
+
+
 @functools.lru_cache(maxsize=1024)
-def plan(kernel: str, call: Facts, _tuning: Any) -> Plan | None:
-    """The launch of `kernel` "forward", "dq" or "dkv"; None where a Hopper kernel takes its place.
-    The third axis of the grid of "dkv" has the splits of the queries."""
+def plan(kernel: str, call: Facts, _tuning: Any) -> Plan:
+    """The launch of `kernel` "forward", "dq" or "dkv", or of the Hopper kernel that is faster. The
+    last axis of the grid of "dkv" has the splits of the queries."""
     (B, T, H, D), (_, N, K, _), E = call.q.shape, call.k.shape, call.v.shape[-1]
     kv_range, groups, dtype = call.kv_range, call.groups, call.q.dtype
     few = kernel == "dkv" and N <= FEW_KEYS
-    if not few and supports_sm90(kernel, call):
-        return None
+    if not few and launch.supports_gluon(call.q):
+        from . import flash_sm90
+
+        if flash_sm90.is_supported(kernel, call):
+            return flash_sm90.plan(kernel, call)
     tile = launch.flash_tile(
         "prefix.dkv" if few else kernel, kv_range.wide, max(D, E), groups, dtype, N
     )
@@ -518,31 +568,33 @@ def plan(kernel: str, call: Facts, _tuning: Any) -> Plan | None:
         prefix = CAUSAL_PREFIX if kv_range.causal_prefix else OPEN_PREFIX
     settings = Settings(
         groups, D, E, launch.padded(D), launch.padded(E), tile.block_m, tile.block_n, kv_range.kind,
-        call.inner is not None, prefix.value, kv_range.has_starts, kv_range.has_documents,
-        kv_range.has_cap, call.sinks, tma, call.positive, call.bounded, call.gated, call.add, wide,
+        call.inner is not None, prefix.value, kv_range.starts, kv_range.documents,
+        kv_range.soft_cap, call.sinks, tma, call.positive, call.bounded, call.gated, call.add, wide,
         flipped,
     )  # fmt: skip
     options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
     return Plan(grid, dict(F=settings, kv_range=call.numbers(), **options))
 
 
-def arguments(q: Tensor, k: Tensor, v: Tensor, kv_range: KVRange, at: Plan) -> dict[str, Any]:
-    """Arguments of all three kernels."""
-    keys: Any = strided(k), strided(v)
-    if at.args["F"].TMA:
-        keys = (launch.box(t, at.args["F"].BLOCK_N) for t in (k, v))
-    keys, values = keys
+def arguments(
+    at: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_range: KVRange,
+    prefix: tuple[Tensor, Tensor] | None = None,
+    has_prefix: bool = True,
+) -> dict[str, Any]:
+    """Arguments of all three kernels; q stands in for a missing prefix."""
+    F = at.args["F"]
+    keys, values = (launch.box(t, F.BLOCK_N) if F.TMA else strided(t) for t in (k, v))
+    pk, pv = prefix or (q, q)
+    prefix_args = dict(pk=strided(pk), pv=strided(pv), P=0 if prefix is None else pk.shape[1])
     return dict(
         q=strided(q), k=keys, v=values, starts=kv_range.starts, documents=kv_range.documents,
         start=kv_range.start, T=q.shape[1], N=k.shape[1], K=k.shape[2],
-        cap=launch.cap(kv_range.soft_cap), **at.args,
+        cap=launch.cap(kv_range.soft_cap), **at.args, **(prefix_args if has_prefix else {}),
     )  # fmt: skip
-
-
-def prefix_arguments(prefix: tuple[Tensor, Tensor] | None, q: Tensor) -> dict[str, Any]:
-    """Arguments of the prefix; q stands in for a missing one."""
-    pk, pv = (q, q) if prefix is None else prefix
-    return dict(pk=strided(pk), pv=strided(pv), P=0 if prefix is None else pk.shape[1])
 
 
 def forward(
@@ -566,19 +618,43 @@ def forward(
         q, k, v, kv_range, scale, inner, prefix,
         sinks=sinks is not None or inner_sinks is not None, bounded=norms is not None,
     )  # fmt: skip
-    at = plan("forward", call, launch.tuning())
-    if at is None:
+    at, outputs = plan("forward", call, launch.tuning()), launch.empty_outputs(q, v)
+    inner_outputs = () if inner is None else launch.empty_outputs(q, v)
+    results = Outputs(*outputs, *(inner_outputs or (None, None)))
+    if at.is_sm90:
         from . import flash_sm90
 
-        return flash_sm90.forward(call, q, k, v, kv_range.start, scale, norms, prefix)
-    outputs = launch.empty_outputs(q, v)
-    inner_outputs = () if inner is None else launch.empty_outputs(q, v)
-    launcher(nsa_flash_fwd, at.grid)(
-        **arguments(q, k, v, kv_range, at), **prefix_arguments(prefix, q),
-        outputs=Outputs(*outputs, *(inner_outputs or (None, None))), norms=norms, sinks=sinks,
-        inner_sinks=inner_sinks, scale_log2=scale * LOG2_E,
-    )  # fmt: skip
+        flash_sm90.run(
+            flash_sm90.nsa_flash_fwd_sm90, at, q, k, v, kv_range.start, prefix,
+            dict(out=outputs[0], inner_out=(inner_outputs or outputs)[0]),
+            rows=flash_sm90.ForwardRows(results.lse, results.inner_lse, norms),
+            scale_log2=scale * LOG2_E,
+        )  # fmt: skip
+    else:
+        launcher(nsa_flash_fwd, at.grid)(
+            **arguments(at, q, k, v, kv_range, prefix), outputs=results, norms=norms, sinks=sinks,
+            inner_sinks=inner_sinks, scale_log2=scale * LOG2_E,
+        )  # fmt: skip
     return *outputs, *inner_outputs
+
+
+def plan_backward(
+    kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_range: KVRange,
+    scale: float,
+    bwd: BackwardInputs,
+    inner: tuple[KVRange, BackwardInputs] | None,
+    prefix: tuple[Tensor, Tensor] | None = None,
+    add: bool = False,
+) -> tuple[Plan, Rows]:
+    inner_range, inner_bwd = inner or (None, None)
+    call = facts(q, k, v, kv_range, scale, inner_range, prefix, gated=bwd.gated, add=add)
+    inner_rows = (None, None) if inner_bwd is None else (inner_bwd.lse, inner_bwd.delta)
+    rows = Rows(bwd.d_out, bwd.lse, bwd.delta, *inner_rows)
+    return plan(kernel, call, launch.tuning()), rows
 
 
 def backward_q(
@@ -594,21 +670,19 @@ def backward_q(
 ) -> None:
     """Add to dq. With an `inner` range and its backward inputs, also add through its local blocks
     and the keys before its floor."""
-    inner_range, inner_bwd = inner or (None, None)
     dq_out, add = dq.next_launch()
-    call = facts(q, k, v, kv_range, scale, inner_range, prefix, gated=bwd.gated, add=add)
-    at, rows = plan("dq", call, launch.tuning()), backward_rows(bwd, inner_bwd)
-    if at is None:
+    at, rows = plan_backward("dq", q, k, v, kv_range, scale, bwd, inner, prefix, add)
+    if at.is_sm90:
         from . import flash_sm90
 
-        flash_sm90.backward_q(
-            call, q, k, v, kv_range.start, scale, rows, dq_out, prefix
+        flash_sm90.run(
+            flash_sm90.nsa_flash_dq_sm90, at, q, k, v, kv_range.start, prefix,
+            dict(d_out=rows.d_out, dq=dq_out), rows=rows, scale=scale,
         )  # fmt: skip
-        return
-    launcher(nsa_flash_dq, at.grid)(
-        **arguments(q, k, v, kv_range, at), **prefix_arguments(prefix, q),
-        rows=rows, dq=dq_out, scale=scale,
-    )  # fmt: skip
+    else:
+        launcher(nsa_flash_dq, at.grid)(
+            **arguments(at, q, k, v, kv_range, prefix), rows=rows, dq=dq_out, scale=scale
+        )
 
 
 def backward_kv(
@@ -621,29 +695,30 @@ def backward_kv(
     inner: tuple[KVRange, BackwardInputs] | None = None,
 ) -> Partials:
     """Partial dk and dv; with `inner` also through its local blocks, without the prefix."""
-    inner_range, inner_bwd = inner or (None, None)
-    call = facts(q, k, v, kv_range, scale, inner_range, gated=bwd.gated)
-    at, rows = plan("dkv", call, launch.tuning()), backward_rows(bwd, inner_bwd)
-    if at is None:
+    at, rows = plan_backward("dkv", q, k, v, kv_range, scale, bwd, inner)
+    dk, dv = (t.new_empty(at.grid[-1], *t.shape, dtype=torch.float32) for t in (k, v))
+    if at.is_sm90:
         from . import flash_sm90
 
-        return flash_sm90.backward_kv(call, q, k, v, kv_range.start, scale, rows)
-    dk, dv = (t.new_empty(at.grid[2], *t.shape, dtype=torch.float32) for t in (k, v))
-    launcher(nsa_flash_dkv, at.grid)(
-        **arguments(q, k, v, kv_range, at), rows=rows, dk=dk, dv=dv, scale=scale
-    )
+        flash_sm90.run(
+            flash_sm90.nsa_flash_dkv_sm90, at, q, k, v, kv_range.start, None,
+            dict(d_out=rows.d_out), rows=rows, dk=dk, dv=dv, scale=scale,
+        )  # fmt: skip
+    else:
+        launcher(nsa_flash_dkv, at.grid)(
+            **arguments(at, q, k, v, kv_range, has_prefix=False), rows=rows, dk=dk, dv=dv,
+            scale=scale,
+        )  # fmt: skip
     return dk, dv
 
 
 def backward_prefix(
-    q: Tensor,
-    prefix: tuple[Tensor, Tensor],
-    kv_range: KVRange,
-    scale: float,
-    bwd: BackwardInputs,
+    q: Tensor, prefix: tuple[Tensor, Tensor], kv_range: KVRange, scale: float, bwd: BackwardInputs
 ) -> Partials:
     """Partial dk and dv of a prefix."""
     kind = CAUSAL_WINDOW if kv_range.causal_prefix else EVERYTHING
-    start, starts, soft_cap = kv_range.start, kv_range.starts, kv_range.soft_cap
-    visible = KVRange(kind.value, UNLIMITED, start=start, starts=starts, soft_cap=soft_cap)
+    visible = KVRange(
+        kind.value, UNLIMITED, start=kv_range.start, starts=kv_range.starts,
+        soft_cap=kv_range.soft_cap,
+    )  # fmt: skip
     return backward_kv(q, *prefix, visible, scale, bwd)

@@ -19,11 +19,9 @@ some of the keys as local blocks come first.
 
 from __future__ import annotations
 
-import functools
 from collections import namedtuple
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,10 +45,9 @@ from ..common.gluon_sm90 import (
     store_box,
     thread_barrier,
 )
-from ..common.launch import LOG2_E, Plan, cdiv
+from ..common.launch import Plan, cdiv
 from ..common.precompile import launcher
-from ..common.primitives import BEHIND, LARGEST_BOUND, LOCAL_BLOCKS
-from .call import Facts, Rows, query_tiles
+from ..common.primitives import BEHIND, CAUSAL_WINDOW, LARGEST_BOUND, LOCAL_BLOCKS
 
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a consumer
@@ -870,10 +867,47 @@ STAGES, REGISTERS = {"forward": 4, "dq": 3, "dkv": 3}, 240
 FEWER_REGISTERS, AVERAGE_REGISTERS = 160, 120
 # the fewest query tiles per split of dk and dv, if the splits fill the GPU
 MIN_SPLIT_TILES = 64
+# head dimensions. For 64, ptxas 12.8 overwrites registers of d_out that the dq loop reads again;
+# `tests/scripts/compile_kernels.py` checks for this
+WIDTHS = (128,)
+# the fewest query tiles per multiprocessor: 3.9 were measured faster; with fewer tiles, programs of
+# half the rows use more multiprocessors
+MIN_TILES = 3
 
 
-@functools.lru_cache(maxsize=1024)
-def plan(kernel: str, call: Facts, _tuning: Any) -> Plan:
+def query_tiles(call: Any) -> tuple[int, int]:
+    """Query tiles per sequence and KV head, and the number of sequences x KV heads."""
+    B, T = call.q.shape[:2]
+    return cdiv(T, 2 * ROWS.value // call.groups), B * call.k.shape[2]
+
+
+def is_supported(kernel: str, call: Any) -> bool:
+    """Whether `kernel`, "forward", "dq" or "dkv", supports a call (`flash.Facts`) and has enough
+    tiles to be faster. `launch.using({"flash_sm90": True})` ignores the number of tiles; False, or
+    a requested tile config, disables the kernel."""
+    q, k, v, prefix = call.q, call.k, call.v, call.prefix
+    kv_range, inner = call.kv_range, call.inner
+    forced = launch.override.get("flash_sm90")
+    tiled = launch.requested_sizes(kernel if kv_range.wide else f"window.{kernel}")
+    kinds = kv_range.kind in (BEHIND.value, CAUSAL_WINDOW.value, LOCAL_BLOCKS.value)
+    plain = not (call.sinks or kv_range.starts or kv_range.documents or kv_range.soft_cap)
+    nested = inner is None or (not inner.starts and kv_range.kind == CAUSAL_WINDOW.value)
+    sizes = q.dtype.itemsize == 2 and q.shape[-1] == v.shape[-1] in WIDTHS
+    whole = 0 < call.groups <= ROWS.value and ROWS.value % call.groups == 0
+    if forced is False or tiled or not (kinds and plain and nested and sizes and whole):
+        return False
+    tiles, lines = query_tiles(call)
+    enough = forced or tiles * lines >= MIN_TILES * launch.multiprocessors(q.device)
+    layouts = [q, k, v]
+    if prefix is not None:
+        prefixed = (BEHIND.value, False), (LOCAL_BLOCKS.value, True)
+        enough = enough and (kv_range.kind, kv_range.causal_prefix) in prefixed
+        # of a prefix that all sequences share TMA reads the first sequence's
+        layouts += [t._replace(stride=(t.stride[0] or t.stride[1], *t.stride[1:])) for t in prefix]
+    return bool(enough and call.positive and launch.supports_tma(*layouts))
+
+
+def plan(kernel: str, call: Any) -> Plan:
     """The launch of `kernel` "forward", "dq" or "dkv"."""
     (B, T), (N, K), kv_range, inner = call.q.shape[:2], call.k.shape[1:3], call.kv_range, call.inner
     options, registers = dict(num_warps=4), REGISTERS
@@ -900,82 +934,30 @@ def plan(kernel: str, call: Facts, _tuning: Any) -> Plan:
         prefix = call.prefix and call.prefix[0]
         each = int(prefix is not None and prefix.shape[0] > 1 and prefix.stride[0] > 0)
         lengths = dict(tiles=tiles, B=B, each=each, P=0 if prefix is None else prefix.shape[1])
-    return Plan(grid, dict(F=settings, kv_range=call.numbers(), **lengths, **options))
+    args = dict(F=settings, kv_range=call.numbers(), **lengths, **options)
+    return Plan(grid, args, is_sm90=True)
 
 
-def arguments(at: Plan, q: Tensor, k: Tensor, v: Tensor, start: int) -> dict[str, Any]:
-    """Arguments of all three kernels."""
-    groups, D = at.args["F"].G, q.shape[-1]
-    keys = [1, KEYS.value, 1, D]
-    return dict(
-        q=launch.gluon_box(q, [1, ROWS.value // groups, groups, D]), k=launch.gluon_box(k, keys),
-        v=launch.gluon_box(v, keys), start=start, T=q.shape[1], N=k.shape[1], **at.args,
-    )  # fmt: skip
-
-
-def prefix_boxes(args: dict[str, Any], prefix: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
-    """Arguments of the prefix; of one that all sequences share, the first sequence's. Other keys
-    stand in for a missing one."""
-    if prefix is None:
-        return dict(pk=args["k"], pv=args["v"])
-    rows = (t if t.stride(0) else t[0][None] for t in prefix)
-    pk, pv = (launch.gluon_box(t, args["k"].block_shape) for t in rows)
-    return dict(pk=pk, pv=pv)
-
-
-def forward(
-    call: Facts,
+def run(
+    kernel: Any,
+    at: Plan,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     start: int,
-    scale: float,
-    norms: Tensor | None,
     prefix: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, ...]:
-    """As `flash.forward`, of queries from position `start` on."""
-    at = plan("forward", call, launch.tuning())
-    outputs = launch.empty_outputs(q, v)
-    inner_outputs = () if call.inner is None else launch.empty_outputs(q, v)
-    args = arguments(at, q, k, v, start)
-    boxes = [launch.gluon_box(t, args["q"].block_shape) for t in (outputs[0], *inner_outputs[:1])]
-    inner_lse = inner_outputs[1] if inner_outputs else None
-    launcher(nsa_flash_fwd_sm90, at.grid)(
-        **args, **prefix_boxes(args, prefix), out=boxes[0], inner_out=boxes[-1],
-        rows=ForwardRows(outputs[1], inner_lse, norms), scale_log2=scale * LOG2_E,
-    )  # fmt: skip
-    return *outputs, *inner_outputs
-
-
-def backward_q(
-    call: Facts,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: int,
-    scale: float,
-    rows: Rows,
-    dq: Tensor,
-    prefix: tuple[Tensor, Tensor] | None,
+    boxes: dict[str, Tensor],
+    **args: Any,
 ) -> None:
-    """As `flash.backward_q`, of queries from position `start` on."""
-    at = plan("dq", call, launch.tuning())
-    args = arguments(at, q, k, v, start)
-    d_out, dq_box = (launch.gluon_box(t, args["q"].block_shape) for t in (rows.d_out, dq))
-    launcher(nsa_flash_dq_sm90, at.grid)(
-        **args, **prefix_boxes(args, prefix), d_out=d_out, dq=dq_box, rows=rows, scale=scale
-    )
-
-
-def backward_kv(
-    call: Facts, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, rows: Rows
-) -> tuple[Tensor, Tensor]:
-    """As `flash.backward_kv`, of queries from position `start` on."""
-    at = plan("dkv", call, launch.tuning())
-    args = arguments(at, q, k, v, start)
-    dk, dv = (t.new_empty(at.grid[1], *t.shape, dtype=torch.float32) for t in (k, v))
-    launcher(nsa_flash_dkv_sm90, at.grid)(
-        **args, d_out=launch.gluon_box(rows.d_out, args["q"].block_shape), rows=rows, dk=dk, dv=dv,
-        scale=scale,
-    )  # fmt: skip
-    return dk, dv
+    """Launch a kernel on queries from position `start` on; `boxes` are tensors shaped like q. Of a
+    prefix that all sequences share it reads the first sequence's."""
+    groups, D = at.args["F"].G, q.shape[-1]
+    query_box, key_box = [1, ROWS.value // groups, groups, D], [1, KEYS.value, 1, D]
+    args |= {name: launch.gluon_box(t, query_box) for name, t in dict(q=q, **boxes).items()}
+    args |= {name: launch.gluon_box(t, key_box) for name, t in dict(k=k, v=v).items()}
+    if prefix is not None:
+        rows = (t if t.stride(0) else t[0][None] for t in prefix)
+        args["pk"], args["pv"] = (launch.gluon_box(t, key_box) for t in rows)
+    elif "P" in at.args:
+        args |= dict(pk=args["k"], pv=args["v"])
+    launcher(kernel, at.grid)(start=start, T=q.shape[1], N=k.shape[1], **args, **at.args)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ... import blocks
-from ...block_sizes import flat
 from ...checks import BRANCHES
 from ...config import AttentionConfig, config_of_key
 from ..call import DIFFERENTIABLE, Call, requires_grad, unflatten
@@ -257,7 +256,7 @@ def block_sizes(config: AttentionConfig) -> Any:
     """A context in which kernels launch with the tile sizes of the settings."""
     from ...kernels.common import launch
 
-    return launch.sized(flat(config.block_sizes))
+    return launch.sized(config.block_sizes)
 
 
 def forward_branches(
