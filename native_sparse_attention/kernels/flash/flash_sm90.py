@@ -58,10 +58,23 @@ THREADS = gl.constexpr(32 * (4 * CONSUMERS + 1))
 QUERIES = gl.constexpr(7)
 ADDED = gl.constexpr(6)
 
-# the KV range of a launch, and the keys of its prefix
-KeyRange = namedtuple(
-    "KeyRange", "start T N P floor reach stride inner_floor inner_reach inner_stride"
+# the sizes, KV range and scale of a launch; queries are in `tiles` work tiles per sequence and head
+Problem = namedtuple(
+    "Problem", "start T N P floor reach stride inner_floor inner_reach inner_stride scale tiles B"
 )
+# TMA descriptors that the producer reads; the prefix has keys per sequence with `each`
+Boxes = namedtuple("Boxes", "q d_out k v pk pv each out")
+# shared memory: a work tile of q, d_out and out (or dq) with barriers of their loads, and the ring
+# buffer of keys and values with a barrier per slot
+Memory = namedtuple("Memory", "q d_out out k v q_bar out_bar full")
+# for dk and dv: keys and values, and a ring buffer of q, d_out and of lse and delta
+RingMemory = namedtuple("RingMemory", "k v q d_out rows kv_bar full")
+# KV blocks that some row of a tile sees: first local block and count, first other block and count,
+# and the count of initial or prefix blocks
+Blocks = namedtuple("Blocks", "local num_local begin num_outer num_initial")
+# a consumer's rows of a work tile and its KV blocks: first token, its position and the last one's;
+# position of each row, its offset in [B T H], and whether it exists
+TileRows = namedtuple("TileRows", "tile b h blocks token first last position row real")
 # lse [B T H] of the local blocks as well, and norms [B K] of the keys
 ForwardRows = namedtuple("ForwardRows", "lse inner_lse norms")
 # compile-time settings of the three kernels
@@ -75,11 +88,10 @@ LENGTHS = ["start", "T", "N", "P", "tiles", "B", "each"]
 
 
 @gluon.jit
-def key_range(start, T, N, P, kv_range, F: gl.constexpr):
-    """All numbers of a launch's KV range."""
-    return KeyRange(
+def problem(start, T, N, P, kv_range, scale, tiles, B, F: gl.constexpr):
+    return Problem(
         start, T, N, P, kv_range.floor, kv_range.reach, F.STRIDE, kv_range.inner_floor,
-        kv_range.inner_reach, F.INNER_STRIDE,
+        kv_range.inner_reach, F.INNER_STRIDE, scale, tiles, B,
     )  # fmt: skip
 
 
@@ -99,22 +111,10 @@ def num_work_tiles(count):
 
 
 @gluon.jit
-def tile_position(i, tiles, B, K: gl.constexpr):
+def tile_position(i, call, K: gl.constexpr):
     """Query tile, sequence and KV head of the i-th work tile: the last, longest tiles first."""
     iteration = work_tile(i)
-    return tiles - 1 - iteration // K // B, iteration // K % B, iteration % K
-
-
-@gluon.jit
-def consumer_rows(i, tile, b, h, start, T, K, CONSUMER: gl.constexpr, G: gl.constexpr):
-    """First token of a consumer's rows; position of rows i, their offset in [B T H], and whether
-    they exist."""
-    TOKENS: gl.constexpr = ROWS // G
-    token = (tile * CONSUMERS + CONSUMER) * TOKENS
-    position = start + token + i // G
-    row = (b * T + token + i // G).to(gl.int64) * (K * G) + h * G + i % G
-    real = token + i // G < T
-    return token, position, row, real
+    return call.tiles - 1 - iteration // K // call.B, iteration // K % call.B, iteration % K
 
 
 @gluon.jit
@@ -159,8 +159,6 @@ def prefix_range(position, first, P, KIND: gl.constexpr):
 
 @gluon.jit
 def blocks_of(tile, kv_range, TOKENS: gl.constexpr, F: gl.constexpr):
-    """KV blocks that some row of a tile sees: first local block and count, first other block and
-    count, and the count of initial or prefix blocks."""
     start, T, N, floor = kv_range.start, kv_range.T, kv_range.N, kv_range.floor
     reach, stride = kv_range.reach, kv_range.stride
     first = start + tile * TOKENS
@@ -180,7 +178,22 @@ def blocks_of(tile, kv_range, TOKENS: gl.constexpr, F: gl.constexpr):
     if F.PREFIX:
         num_initial = gl.cdiv(kv_range.P, KEYS)
     begin = begin // KEYS
-    return local, num_local, begin, gl.maximum(gl.cdiv(end, KEYS) - begin, 0), num_initial
+    num_outer = gl.maximum(gl.cdiv(end, KEYS) - begin, 0)
+    return Blocks(local, num_local, begin, num_outer, num_initial)
+
+
+@gluon.jit
+def consumer_rows(iteration, i, call, CONSUMER: gl.constexpr, F: gl.constexpr):
+    """A consumer's rows i of a work tile."""
+    TOKENS: gl.constexpr = ROWS // F.G
+    tile, b, h = tile_position(iteration, call, F.K)
+    blocks = blocks_of(tile, call, CONSUMERS * TOKENS, F)
+    token = (tile * CONSUMERS + CONSUMER) * TOKENS
+    position = call.start + token + i // F.G
+    row = (b * call.T + token + i // F.G).to(gl.int64) * (F.K * F.G) + h * F.G + i % F.G
+    real = token + i // F.G < call.T
+    first, last = call.start + token, call.start + token + TOKENS - 1
+    return TileRows(tile, b, h, blocks, token, first, last, position, row, real)
 
 
 @gluon.jit
@@ -192,63 +205,57 @@ def read_rows(t, smem, bar, b, token, head):
 
 
 @gluon.jit
-def read_blocks(
-    k, v, pk, pv, each, k_smem, v_smem, full, turn, b, h, local, num_local, begin, num_outer,
-    num_initial, F: gl.constexpr,
-):  # fmt: skip
-    """Load a tile's KV blocks, and those of a prefix (per sequence with `each`), into the stages of
-    the ring buffer as consumers release them."""
+def read_blocks(boxes, memory, turn, b, h, blocks, F: gl.constexpr):
+    """Load a tile's KV blocks, and those of a prefix, into the stages of the ring buffer as
+    consumers release them."""
+    k, v = boxes.k, boxes.v
     BYTES: gl.constexpr = KEYS * (k.block_shape[3] + v.block_shape[3]) * 2
-    for j in range(0, num_local + num_outer + num_initial):
-        block = local + j
-        block = gl.where(j >= num_local, begin + j - num_local, block)
+    num_local, num_outer = blocks.num_local, blocks.num_outer
+    for j in range(0, num_local + num_outer + blocks.num_initial):
+        block = blocks.local + j
+        block = gl.where(j >= num_local, blocks.begin + j - num_local, block)
         block = gl.where(j >= num_local + num_outer, j - num_local - num_outer, block)
         slot = turn % F.STAGES
         if turn >= F.STAGES:
             named_barrier("sync", slot, THREADS)
-        bar = full.index(slot)
+        bar = memory.full.index(slot)
         mbarrier.expect(bar, BYTES)
         if F.PREFIX:
             is_prefix = j >= num_local + num_outer
-            at = [b * each, block * KEYS, h, 0]
-            load_box(pk, at, bar, k_smem.index(slot), pred=is_prefix)
-            load_box(pv, at, bar, v_smem.index(slot), pred=is_prefix)
+            at = [b * boxes.each, block * KEYS, h, 0]
+            load_box(boxes.pk, at, bar, memory.k.index(slot), pred=is_prefix)
+            load_box(boxes.pv, at, bar, memory.v.index(slot), pred=is_prefix)
         else:
             is_prefix = False
         at = [b, block * KEYS, h, 0]
-        load_box(k, at, bar, k_smem.index(slot), pred=not is_prefix)
-        load_box(v, at, bar, v_smem.index(slot), pred=not is_prefix)
+        load_box(k, at, bar, memory.k.index(slot), pred=not is_prefix)
+        load_box(v, at, bar, memory.v.index(slot), pred=not is_prefix)
         turn += 1
     return turn
 
 
 @gluon.jit
-def produce(
-    q, d_out, k, v, pk, pv, each, dq, kv_range, tiles, B, q_smem, do_smem, dq_smem, k_smem, v_smem,
-    q_bar, dq_bar, full, F: gl.constexpr, BACKWARD: gl.constexpr,
-):  # fmt: skip
+def produce(boxes, call, memory, F: gl.constexpr, BACKWARD: gl.constexpr):
     """The producer warp. BACKWARD: it also loads d_out and, with ADD, dq after the blocks."""
-    BYTES: gl.constexpr = CONSUMERS * ROWS * q.block_shape[3] * 2
+    BYTES: gl.constexpr = CONSUMERS * ROWS * boxes.q.block_shape[3] * 2
     TOKENS: gl.constexpr = CONSUMERS * ROWS // F.G
+    q_bar = memory.q_bar.index(0)
     turn = 0
-    for iteration in range(0, num_work_tiles(tiles * B * F.K)):
-        tile, b, h = tile_position(iteration, tiles, B, F.K)
-        local, num_local, begin, num_outer, num_initial = blocks_of(tile, kv_range, TOKENS, F)
+    for iteration in range(0, num_work_tiles(call.tiles * call.B * F.K)):
+        tile, b, h = tile_position(iteration, call, F.K)
+        blocks = blocks_of(tile, call, TOKENS, F)
         if iteration > 0:
             named_barrier("sync", QUERIES, THREADS)
-        mbarrier.expect(q_bar.index(0), 2 * BYTES if BACKWARD else BYTES)
-        read_rows(q, q_smem, q_bar.index(0), b, tile * TOKENS, h * F.G)
+        mbarrier.expect(q_bar, 2 * BYTES if BACKWARD else BYTES)
+        read_rows(boxes.q, memory.q, q_bar, b, tile * TOKENS, h * F.G)
         if BACKWARD:
-            read_rows(d_out, do_smem, q_bar.index(0), b, tile * TOKENS, h * F.G)
-        turn = read_blocks(
-            k, v, pk, pv, each, k_smem, v_smem, full, turn, b, h, local, num_local, begin,
-            num_outer, num_initial, F,
-        )  # fmt: skip
+            read_rows(boxes.d_out, memory.d_out, q_bar, b, tile * TOKENS, h * F.G)
+        turn = read_blocks(boxes, memory, turn, b, h, blocks, F)
         if F.ADD:
             if iteration > 0:
                 named_barrier("sync", ADDED, THREADS)
-            mbarrier.expect(dq_bar.index(0), BYTES)
-            read_rows(dq, dq_smem, dq_bar.index(0), b, tile * TOKENS, h * F.G)
+            mbarrier.expect(memory.out_bar.index(0), BYTES)
+            read_rows(boxes.out, memory.out, memory.out_bar.index(0), b, tile * TOKENS, h * F.G)
     named_barrier("sync", QUERIES, THREADS)
     if F.ADD:
         named_barrier("sync", ADDED, THREADS)
@@ -259,18 +266,19 @@ def produce(
 
 @gluon.jit
 def process_blocks(
-    q, k_smem, v_smem, full, turn, acc, m, l, first, count, lo, hi, all_lo, all_hi, scale_log2,
-    STAGES: gl.constexpr, BY_BOUND: gl.constexpr,
+    memory, q, turn, acc, m, l, first, count, lo, hi, all_lo, all_hi, scale_log2,
+    BY_BOUND: gl.constexpr,
 ):  # fmt: skip
     """Fold `count` blocks into a running softmax; see `primitives.scaled_step`."""
-    D: gl.constexpr = k_smem.shape[4]
+    STAGES: gl.constexpr = memory.k.shape[0]
+    D: gl.constexpr = memory.k.shape[4]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     zero = gl.zeros([ROWS, KEYS], gl.float32, S)
     for j in range(0, count):
         slot = turn % STAGES
-        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
-        k_tile = k_smem.index(slot).reshape([KEYS, D])
+        mbarrier.wait(memory.full.index(slot), (turn // STAGES) & 1)
+        k_tile = memory.k.index(slot).reshape([KEYS, D])
         s = warpgroup_mma(q, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         n0 = (first + j) * KEYS
@@ -287,8 +295,8 @@ def process_blocks(
             l = l * alpha
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
         l += gl.sum(p, 1)
-        v_tile = v_smem.index(slot).reshape([KEYS, D])
-        left = gl.convert_layout(p.to(k_smem.dtype), LEFT)
+        v_tile = memory.v.index(slot).reshape([KEYS, D])
+        left = gl.convert_layout(p.to(memory.k.dtype), LEFT)
         acc = warpgroup_mma(left, v_tile, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         named_barrier("arrive", slot, THREADS)
@@ -327,95 +335,87 @@ def write(out, lse, smem, acc, m, l, at, row, real):
 
 
 @gluon.jit
-def consume(
-    out, inner_out, rows, kv_range, scale_log2, tiles, B, q_smem, k_smem, v_smem, out_smem, q_bar,
-    full, CONSUMER: gl.constexpr, F: gl.constexpr,
-):  # fmt: skip
+def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
     """One consumer warpgroup. It subtracts row bounds from the logits if they are small enough. Of
     the two code paths, with and without bounds, one processes no blocks."""
-    D: gl.constexpr = k_smem.shape[4]
-    TOKENS: gl.constexpr = ROWS // F.G
+    D: gl.constexpr = memory.k.shape[4]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    start, T = kv_range.start, kv_range.T
-    i = gl.arange(0, ROWS, ROW)
+    i, scale_log2, floor = gl.arange(0, ROWS, ROW), call.scale, call.inner_floor
     turn = 0
     if F.BOUNDED:
-        _, b, h = tile_position(0, tiles, B, F.K)
+        _, b, h = tile_position(0, call, F.K)
         key_norm = gl.load(rows.norms + b * F.K + h)
-    for iteration in range(0, num_work_tiles(tiles * B * F.K)):
-        tile, b, h = tile_position(iteration, tiles, B, F.K)
-        local, num_local, begin, num_outer, num_initial = blocks_of(
-            tile, kv_range, CONSUMERS * TOKENS, F
-        )
-        token, position, row, real = consumer_rows(i, tile, b, h, start, T, F.K, CONSUMER, F.G)
-        p0, p1 = start + token, start + token + TOKENS - 1
-        lo, hi, all_lo, all_hi = visible_range(position, p0, p1, kv_range, F.KIND)
+    for iteration in range(0, num_work_tiles(call.tiles * call.B * F.K)):
+        x = consumer_rows(iteration, i, call, CONSUMER, F)
+        blocks, position = x.blocks, x.position
+        lo, hi, all_lo, all_hi = visible_range(position, x.first, x.last, call, F.KIND)
         keys = hi - lo
         if F.PREFIX:
-            prefix_hi, prefix_all_hi = prefix_range(position, p0, kv_range.P, F.KIND)
+            prefix_hi, prefix_all_hi = prefix_range(position, x.first, call.P, F.KIND)
             if F.KIND == LOCAL_BLOCKS:
                 keys = gl.maximum(keys, 0) + prefix_hi
         if F.INNER:
-            floor = kv_range.inner_floor
-            local_lo = gl.maximum(local_start(position, kv_range), lo)
+            local_lo = gl.maximum(local_start(position, call), lo)
             keys = gl.maximum(hi - local_lo, 0) + gl.minimum(position + 1, floor)
 
-        mbarrier.wait(q_bar.index(0), iteration & 1)
-        q = q_smem.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
+        mbarrier.wait(memory.q_bar.index(0), iteration & 1)
+        q = memory.q.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
         m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         is_bounded = False
         if F.BOUNDED:
-            m, is_bounded = measured_from(q, key_norm, scale_log2, keys, real, m)
+            m, is_bounded = measured_from(q, key_norm, scale_log2, keys, x.real, m)
         fence_async_shared()  # TMA may overwrite q after this load
         named_barrier("arrive", QUERIES, THREADS)
         if F.BOUNDED:  # prefetch for the next work tile
-            _, next_b, next_h = tile_position(iteration + 1, tiles, B, F.K)
+            _, next_b, next_h = tile_position(iteration + 1, call, F.K)
             key_norm = gl.load(rows.norms + next_b * F.K + next_h)
 
         l = gl.zeros([ROWS], gl.float32, ROW)
         acc = gl.zeros([ROWS, D], gl.float32, ACC)
-        at = [b, token, h * F.G, 0]
-        smem = out_smem.index(CONSUMER)
+        at = [x.b, x.token, x.h * F.G, 0]
+        smem = memory.out.index(CONSUMER)
         for path in gl.static_range(0 if F.BOUNDED else 1, 2):
             active = is_bounded == (path == 0)
+            num_outer = gl.where(active, blocks.num_outer, 0)
+            num_initial = gl.where(active, blocks.num_initial, 0)
             if F.INNER:
                 turn, acc, m, l = process_blocks(
-                    q, k_smem, v_smem, full, turn, acc, m, l, local, gl.where(active, num_local, 0),
-                    local_lo, gl.where(local_lo < hi, hi, 0), local_start(p1, kv_range), all_hi,
-                    scale_log2, F.STAGES, path == 0,
+                    memory, q, turn, acc, m, l, blocks.local, gl.where(active, blocks.num_local, 0),
+                    local_lo, gl.where(local_lo < hi, hi, 0), local_start(x.last, call), all_hi,
+                    scale_log2, path == 0,
                 )  # fmt: skip
                 inner_acc, inner_m, inner_l = acc, m, l
                 turn, acc, m, l = process_blocks(
-                    q, k_smem, v_smem, full, turn, acc, m, l, begin, gl.where(active, num_outer, 0),
-                    lo, gl.minimum(hi, local_lo), all_lo,
-                    gl.minimum(all_hi, local_start(p0, kv_range)), scale_log2, F.STAGES, path == 0,
+                    memory, q, turn, acc, m, l, blocks.begin, num_outer, lo,
+                    gl.minimum(hi, local_lo), all_lo,
+                    gl.minimum(all_hi, local_start(x.first, call)), scale_log2, path == 0,
                 )  # fmt: skip
                 if active:
-                    write(out, rows.lse, smem, acc, m, l, at, row, real)
+                    write(out, rows.lse, smem, acc, m, l, at, x.row, x.real)
                 turn, inner_acc, inner_m, inner_l = process_blocks(
-                    q, k_smem, v_smem, full, turn, inner_acc, inner_m, inner_l, 0,
-                    gl.where(active, num_initial, 0), lo * 0, gl.minimum(position + 1, floor), 0,
-                    gl.minimum(p0 + 1, floor), scale_log2, F.STAGES, path == 0,
+                    memory, q, turn, inner_acc, inner_m, inner_l, 0, num_initial, lo * 0,
+                    gl.minimum(position + 1, floor), 0, gl.minimum(x.first + 1, floor), scale_log2,
+                    path == 0,
                 )  # fmt: skip
                 if active:
                     write(
-                        inner_out, rows.inner_lse, smem, inner_acc, inner_m, inner_l, at, row, real
-                    )
+                        inner_out, rows.inner_lse, smem, inner_acc, inner_m, inner_l, at, x.row,
+                        x.real,
+                    )  # fmt: skip
             else:
                 turn, acc, m, l = process_blocks(
-                    q, k_smem, v_smem, full, turn, acc, m, l, begin, gl.where(active, num_outer, 0),
-                    lo, hi, all_lo, all_hi, scale_log2, F.STAGES, path == 0,
+                    memory, q, turn, acc, m, l, blocks.begin, num_outer, lo, hi, all_lo, all_hi,
+                    scale_log2, path == 0,
                 )  # fmt: skip
             if F.PREFIX:  # the bounds do not cover learned memory
                 turn, acc, m, l = process_blocks(
-                    q, k_smem, v_smem, full, turn, acc, m, l, 0, gl.where(active, num_initial, 0),
-                    lo * 0, prefix_hi, 0, prefix_all_hi, scale_log2, F.STAGES,
-                    path == 0 and F.KIND == LOCAL_BLOCKS,
+                    memory, q, turn, acc, m, l, 0, num_initial, lo * 0, prefix_hi, 0,
+                    prefix_all_hi, scale_log2, path == 0 and F.KIND == LOCAL_BLOCKS,
                 )  # fmt: skip
         if not F.INNER:
-            write(out, rows.lse, smem, acc, m, l, at, row, real)
+            write(out, rows.lse, smem, acc, m, l, at, x.row, x.real)
     tma.store_wait(0)
 
 
@@ -426,30 +426,22 @@ def nsa_flash_fwd_sm90(
 ):  # fmt: skip
     """One persistent program per multiprocessor: attention of query tiles of a sequence and KV
     head. It reads their queries and the keys and values that they see, and writes out and lse."""
-    kv_range = key_range(start, T, N, P, kv_range, F)
+    call = problem(start, T, N, P, kv_range, scale_log2, tiles, B, F)
     q_smem, out_smem = buffers(q, CONSUMERS), buffers(out, CONSUMERS)
     k_smem, v_smem = buffers(k, F.STAGES), buffers(v, F.STAGES)
     q_bar, full = barriers(1, 1), barriers(F.STAGES, 1)
+    memory = Memory(q_smem, q_smem, out_smem, k_smem, v_smem, q_bar, q_bar, full)
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(
         [
-            (consume, (
-                out, inner_out, rows, kv_range, scale_log2, tiles, B, q_smem, k_smem, v_smem,
-                out_smem, q_bar, full, 0, F,
-            )),
-            (consume, (
-                out, inner_out, rows, kv_range, scale_log2, tiles, B, q_smem, k_smem, v_smem,
-                out_smem, q_bar, full, 1, F,
-            )),
-            (produce, (
-                q, q, k, v, pk, pv, each, q, kv_range, tiles, B, q_smem, q_smem, q_smem, k_smem,
-                v_smem, q_bar, q_bar, full, F, False,
-            )),
+            (consume, (out, inner_out, rows, call, memory, 0, F)),
+            (consume, (out, inner_out, rows, call, memory, 1, F)),
+            (produce, (Boxes(q, q, k, v, pk, pv, each, q), call, memory, F, False)),
         ],
         [4, 1],
         [F.REGISTERS, 24],
-    )  # fmt: skip
+    )
 
 
 # the backward
@@ -457,21 +449,21 @@ def nsa_flash_fwd_sm90(
 
 @gluon.jit
 def process_dq_blocks(
-    q, d_out, k_smem, v_smem, full, turn, acc, lse, delta, other_lse, other_delta, first, count,
-    lo, hi, other_lo, all_lo, all_hi, scale_log2, STAGES: gl.constexpr, BOTH: gl.constexpr,
-    GATED: gl.constexpr,
+    memory, q, d_out, turn, acc, lse, delta, other_lse, other_delta, first, count, lo, hi, other_lo,
+    all_lo, all_hi, scale_log2, BOTH: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Add the contribution of `count` blocks to dq. BOTH: of both softmaxes; the other one covers
     the keys from `other_lo` on."""
-    D: gl.constexpr = k_smem.shape[4]
+    STAGES: gl.constexpr = memory.k.shape[0]
+    D: gl.constexpr = memory.k.shape[4]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     zero = gl.zeros([ROWS, KEYS], gl.float32, S)
     for j in range(0, count):
         slot = turn % STAGES
-        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
-        k_tile = k_smem.index(slot).reshape([KEYS, D])
-        v_tile = v_smem.index(slot).reshape([KEYS, D])
+        mbarrier.wait(memory.full.index(slot), (turn // STAGES) & 1)
+        k_tile = memory.k.index(slot).reshape([KEYS, D])
+        v_tile = memory.v.index(slot).reshape([KEYS, D])
         s = warpgroup_mma(q, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         dp = warpgroup_mma(d_out, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         s, dp = warpgroup_mma_wait(0, deps=[s, dp])
@@ -485,7 +477,7 @@ def process_dq_blocks(
             s = gl.where(n[None] >= other_lo[:, None], s, float("-inf"))
             p = probabilities(s, scale_log2, other_lse[:, None], other_delta[:, None], GATED)
             ds += p * (dp - other_delta[:, None])
-        left = gl.convert_layout(ds.to(k_smem.dtype), LEFT)
+        left = gl.convert_layout(ds.to(memory.k.dtype), LEFT)
         acc = warpgroup_mma(left, k_tile, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         named_barrier("arrive", slot, THREADS)
@@ -494,11 +486,10 @@ def process_dq_blocks(
 
 
 @gluon.jit
-def load_lse_delta(i, iteration, tiles, B, rows, start, T, CONSUMER: gl.constexpr, F: gl.constexpr):
+def load_lse_delta(iteration, i, call, rows, CONSUMER: gl.constexpr, F: gl.constexpr):
     """lse and delta of a consumer's rows i of a work tile; with INNER of both softmaxes."""
-    tile, b, h = tile_position(iteration, tiles, B, F.K)
-    _, _, row, real = consumer_rows(i, tile, b, h, start, T, F.K, CONSUMER, F.G)
-    real = real & (tile >= 0)  # there may be no next work tile
+    x = consumer_rows(iteration, i, call, CONSUMER, F)
+    row, real = x.row, x.real & (x.tile >= 0)  # there may be no next work tile
     lse_row = gl.load(rows.lse + row, mask=real, other=0.0)
     delta_row = gl.load(rows.delta + row, mask=real, other=0.0)
     other_lse, other_delta = lse_row, delta_row
@@ -509,41 +500,28 @@ def load_lse_delta(i, iteration, tiles, B, rows, start, T, CONSUMER: gl.constexp
 
 
 @gluon.jit
-def consume_dq(
-    dq, rows, kv_range, scale, tiles, B, q_smem, do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar,
-    full, CONSUMER: gl.constexpr, F: gl.constexpr,
-):  # fmt: skip
+def consume_dq(dq, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
     """One consumer warpgroup."""
-    D: gl.constexpr = k_smem.shape[4]
-    TOKENS: gl.constexpr = ROWS // F.G
+    D: gl.constexpr = memory.k.shape[4]
+    TOKENS: gl.constexpr = CONSUMERS * ROWS // F.G
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, S)
-    start, T, N = kv_range.start, kv_range.T, kv_range.N
-    i, scale_log2 = gl.arange(0, ROWS, ROW), scale * 1.4426950408889634
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    i, scale_log2 = gl.arange(0, ROWS, gl.SliceLayout(1, S)), call.scale * 1.4426950408889634
     turn = 0
-    next_lse, next_delta, next_other_lse, next_other_delta = load_lse_delta(
-        i, 0, tiles, B, rows, start, T, CONSUMER, F
-    )
-    for iteration in range(0, num_work_tiles(tiles * B * F.K)):
-        tile, b, h = tile_position(iteration, tiles, B, F.K)
-        local, num_local, begin, num_outer, num_initial = blocks_of(
-            tile, kv_range, CONSUMERS * TOKENS, F
-        )
-        token, position, _, _ = consumer_rows(i, tile, b, h, start, T, F.K, CONSUMER, F.G)
-        p0, p1 = start + token, start + token + TOKENS - 1
-        lo, hi, all_lo, all_hi = visible_range(position, p0, p1, kv_range, F.KIND)
-        lse_row, delta_row = next_lse, next_delta
-        other_lse, other_delta = next_other_lse, next_other_delta
-        mbarrier.wait(q_bar.index(0), iteration & 1)
-        q = q_smem.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
-        d_out = do_smem.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
+    next_rows = load_lse_delta(0, i, call, rows, CONSUMER, F)
+    for iteration in range(0, num_work_tiles(call.tiles * call.B * F.K)):
+        x = consumer_rows(iteration, i, call, CONSUMER, F)
+        blocks = x.blocks
+        lo, hi, all_lo, all_hi = visible_range(x.position, x.first, x.last, call, F.KIND)
+        lse, delta, other_lse, other_delta = next_rows
+        mbarrier.wait(memory.q_bar.index(0), iteration & 1)
+        q = memory.q.index(CONSUMER).reshape([ROWS, D]).load(LEFT)
+        d_out = memory.d_out.index(CONSUMER).reshape([ROWS, D]).load(LEFT)
         fence_async_shared()  # TMA may overwrite q and d_out after these loads
         named_barrier("arrive", QUERIES, THREADS)
         # prefetch for the next work tile
-        next_lse, next_delta, next_other_lse, next_other_delta = load_lse_delta(
-            i, iteration + 1, tiles, B, rows, start, T, CONSUMER, F
-        )
+        next_rows = load_lse_delta(iteration + 1, i, call, rows, CONSUMER, F)
         tma.store_wait(0)  # the previous work tile's dq is written
         if F.ADD:  # noqa: SIM102
             if iteration > 0:
@@ -553,41 +531,39 @@ def consume_dq(
         if F.INNER:
             # the window contains the local keys
             turn, acc = process_dq_blocks(
-                q, d_out, k_smem, v_smem, full, turn, acc, lse_row, delta_row, other_lse,
-                other_delta, local, num_local, lo, hi, local_start(position, kv_range), all_lo,
-                all_hi, scale_log2, F.STAGES, True, F.GATED,
+                memory, q, d_out, turn, acc, lse, delta, other_lse, other_delta, blocks.local,
+                blocks.num_local, lo, hi, local_start(x.position, call), all_lo, all_hi, scale_log2,
+                True, F.GATED,
             )  # fmt: skip
             # the first local block's keys before the local range are already processed
-            at = local_start(start + tile * (CONSUMERS * TOKENS), kv_range)
-            at = gl.where(num_local > 0, at // KEYS * KEYS, N)
+            at = local_start(call.start + x.tile * TOKENS, call)
+            at = gl.where(blocks.num_local > 0, at // KEYS * KEYS, call.N)
             hi_before, all_before = gl.minimum(hi, at), gl.minimum(all_hi, at)
         turn, acc = process_dq_blocks(
-            q, d_out, k_smem, v_smem, full, turn, acc, lse_row, delta_row, lse_row, delta_row,
-            begin, num_outer, lo, hi_before, lo, all_lo, all_before, scale_log2, F.STAGES, False,
-            F.GATED,
+            memory, q, d_out, turn, acc, lse, delta, lse, delta, blocks.begin, blocks.num_outer, lo,
+            hi_before, lo, all_lo, all_before, scale_log2, False, F.GATED,
         )  # fmt: skip
         if F.INNER:
-            floor = kv_range.inner_floor
+            floor = call.inner_floor
             turn, acc = process_dq_blocks(
-                q, d_out, k_smem, v_smem, full, turn, acc, other_lse, other_delta, lse_row,
-                delta_row, 0, num_initial, lo * 0, gl.minimum(position + 1, floor), lo, 0,
-                gl.minimum(p0 + 1, floor), scale_log2, F.STAGES, False, F.GATED,
+                memory, q, d_out, turn, acc, other_lse, other_delta, lse, delta, 0,
+                blocks.num_initial, lo * 0, gl.minimum(x.position + 1, floor), lo, 0,
+                gl.minimum(x.first + 1, floor), scale_log2, False, F.GATED,
             )  # fmt: skip
         if F.PREFIX:
-            prefix_hi, prefix_all_hi = prefix_range(position, p0, kv_range.P, F.KIND)
+            prefix_hi, prefix_all_hi = prefix_range(x.position, x.first, call.P, F.KIND)
             turn, acc = process_dq_blocks(
-                q, d_out, k_smem, v_smem, full, turn, acc, lse_row, delta_row, lse_row, delta_row,
-                0, num_initial, lo * 0, prefix_hi, lo, 0, prefix_all_hi, scale_log2, F.STAGES,
-                False, F.GATED,
+                memory, q, d_out, turn, acc, lse, delta, lse, delta, 0, blocks.num_initial, lo * 0,
+                prefix_hi, lo, 0, prefix_all_hi, scale_log2, False, F.GATED,
             )  # fmt: skip
-        smem = dq_smem.index(CONSUMER)
-        acc = acc * scale
+        smem = memory.out.index(CONSUMER)
+        acc = acc * call.scale
         if F.ADD:
-            mbarrier.wait(dq_bar.index(0), iteration & 1)
+            mbarrier.wait(memory.out_bar.index(0), iteration & 1)
             acc += smem.reshape([ROWS, D]).load(ACC).to(gl.float32)
-        smem.reshape([ROWS, D]).store(acc.to(dq_smem.dtype))
+        smem.reshape([ROWS, D]).store(acc.to(smem.dtype))
         fence_async_shared()
-        store_box(dq, [b, token, h * F.G, 0], smem)
+        store_box(dq, [x.b, x.token, x.h * F.G, 0], smem)
     tma.store_wait(0)
     if F.ADD:
         named_barrier("arrive", ADDED, THREADS)
@@ -600,31 +576,23 @@ def nsa_flash_dq_sm90(
 ):  # fmt: skip
     """One persistent program per multiprocessor: dq of query tiles of a sequence and KV head. It
     reads their `rows` and the keys and values that they see. With ADD adds to dq."""
-    kv_range = key_range(start, T, N, P, kv_range, F)
+    call = problem(start, T, N, P, kv_range, scale, tiles, B, F)
     q_smem, do_smem = buffers(q, CONSUMERS), buffers(d_out, CONSUMERS)
     dq_smem = buffers(dq, CONSUMERS)
     k_smem, v_smem = buffers(k, F.STAGES), buffers(v, F.STAGES)
     q_bar, dq_bar, full = barriers(1, 1), barriers(1, 1), barriers(F.STAGES, 1)
+    memory = Memory(q_smem, do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar, full)
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(
         [
-            (consume_dq, (
-                dq, rows, kv_range, scale, tiles, B, q_smem, do_smem, dq_smem, k_smem, v_smem,
-                q_bar, dq_bar, full, 0, F,
-            )),
-            (consume_dq, (
-                dq, rows, kv_range, scale, tiles, B, q_smem, do_smem, dq_smem, k_smem, v_smem,
-                q_bar, dq_bar, full, 1, F,
-            )),
-            (produce, (
-                q, d_out, k, v, pk, pv, each, dq, kv_range, tiles, B, q_smem, do_smem, dq_smem,
-                k_smem, v_smem, q_bar, dq_bar, full, F, True,
-            )),
+            (consume_dq, (dq, rows, call, memory, 0, F)),
+            (consume_dq, (dq, rows, call, memory, 1, F)),
+            (produce, (Boxes(q, d_out, k, v, pk, pv, each, dq), call, memory, F, True)),
         ],
         [4, 1],
         [F.REGISTERS, 24],
-    )  # fmt: skip
+    )
 
 
 DKV_LENGTHS = ["start", "T", "N", "blocks", "B"]
@@ -670,35 +638,32 @@ def query_tile_range(n0, kv_range, F: gl.constexpr):
 
 
 @gluon.jit
-def produce_dkv(
-    q, d_out, k, v, rows, T, n0, b, h, begin, end, k_smem, v_smem, q_smem, do_smem, rows_smem,
-    kv_bar, full, F: gl.constexpr,
-):  # fmt: skip
+def produce_dkv(q, d_out, k, v, rows, T, n0, b, h, begin, end, memory, F: gl.constexpr):
     """The producer warp. With INNER it loads lse and delta of both softmaxes."""
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     D: gl.constexpr = q.block_shape[3]
     TOKENS: gl.constexpr = ROWS // F.G
     row = gl.arange(0, ROWS, LANES)
-    mbarrier.expect(kv_bar.index(0), CONSUMERS * KEYS * D * 4)
+    mbarrier.expect(memory.kv_bar.index(0), CONSUMERS * KEYS * D * 4)
     for consumer in gl.static_range(CONSUMERS):
         at = [b, n0 + consumer * KEYS, h, 0]
-        load_box(k, at, kv_bar.index(0), k_smem.index(consumer))
-        load_box(v, at, kv_bar.index(0), v_smem.index(consumer))
+        load_box(k, at, memory.kv_bar.index(0), memory.k.index(consumer))
+        load_box(v, at, memory.kv_bar.index(0), memory.v.index(consumer))
     for tile in range(begin, end):
         i = tile - begin
         slot = i % F.STAGES
         if i >= F.STAGES:
             named_barrier("sync", slot, THREADS)
-        bar = full.index(slot)
+        bar = memory.full.index(slot)
         mbarrier.expect(bar, ROWS * D * 4)
         at = [b, tile * TOKENS, h * F.G, 0]
-        load_box(q, at, bar, q_smem.index(slot))
-        load_box(d_out, at, bar, do_smem.index(slot))
+        load_box(q, at, bar, memory.q.index(slot))
+        load_box(d_out, at, bar, memory.d_out.index(slot))
         # padding rows load the last token's finite lse and delta; they see no key
         token = gl.minimum(tile * TOKENS + row // F.G, T - 1)
         row_offset = (b * T + token).to(gl.int64) * (F.K * F.G) + h * F.G + row % F.G
         for index in gl.static_range(4 if F.INNER else 2):
-            slot_rows = rows_smem.index(slot * 4 + index)
+            slot_rows = memory.rows.index(slot * 4 + index)
             load_elements(slot_rows, rows[index + 1] + row_offset)
         async_copy.mbarrier_arrive(bar, increment_count=False)
     # complete every barrier before the warp exits
@@ -728,7 +693,7 @@ def visible_positions(n, kv_range, F: gl.constexpr):
 @gluon.jit
 def accumulate(
     k_tile, v_tile, q_tile, do_tile, dk, dv, rows, slot, first_row, at, bounds, masked, scale_log2,
-    G: gl.constexpr, LOCAL: gl.constexpr, GATED: gl.constexpr,
+    LOCAL: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """Add the contribution of query rows to dk and dv of a consumer. The query tile begins at
     position `at`; `bounds` are the keys' `visible_positions`. LOCAL: of both softmaxes."""
@@ -745,19 +710,19 @@ def accumulate(
     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     s, dp = warpgroup_mma_wait(0, deps=[s, dp])
-    position = at + (first_row + gl.arange(0, M, ROW)) // G
+    position = at + (first_row + gl.arange(0, M, ROW)) // F.G
     if masked:
         lo, hi = gl.convert_layout(first, KEY), gl.convert_layout(end, KEY)
         sees = (position[None] >= lo[:, None]) & (position[None] < hi[:, None])
         s = gl.where(sees, s, float("-inf"))
-    p = probabilities(s, scale_log2, lse[None], delta[None], GATED)
+    p = probabilities(s, scale_log2, lse[None], delta[None], F.GATED)
     ds = p * (dp - delta[None])
     if LOCAL:
         lse = rows.index(slot * 4 + 2).slice(first_row, M, 0).load(ROW)
         delta = rows.index(slot * 4 + 3).slice(first_row, M, 0).load(ROW)
         hi = gl.convert_layout(local_end, KEY)
         s = gl.where(position[None] < hi[:, None], s, float("-inf"))
-        local_p = probabilities(s, scale_log2, lse[None], delta[None], GATED)
+        local_p = probabilities(s, scale_log2, lse[None], delta[None], F.GATED)
         p += local_p
         ds += local_p * (dp - delta[None])
     dv = warpgroup_mma(gl.convert_layout(p.to(dtype), LEFT), do_tile, dv, is_async=True)
@@ -766,56 +731,45 @@ def accumulate(
 
 
 @gluon.jit
-def consume_dkv(
-    dk, dv, n0, b, B, h, tiles, kv_range, scale, k_smem, v_smem, q_smem, do_smem, rows_smem, kv_bar,
-    full, CONSUMER: gl.constexpr, F: gl.constexpr,
-):  # fmt: skip
+def consume_dkv(dk, dv, n0, b, h, tiles, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
     """One consumer warpgroup."""
-    D: gl.constexpr = q_smem.shape[4]
-    TOKENS: gl.constexpr = ROWS // F.G
+    D: gl.constexpr = memory.q.shape[4]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    HALF: gl.constexpr = ROWS // 2
     begin, end, full_tile, full_end = tiles
-    scale_log2 = scale * 1.4426950408889634
+    N, B = call.N, call.B
+    scale_log2 = call.scale * 1.4426950408889634
     dk_acc = gl.zeros([KEYS, D], gl.float32, ACC)
     dv_acc = gl.zeros([KEYS, D], gl.float32, ACC)
-    k_tile = k_smem.index(CONSUMER).reshape([KEYS, D])
-    v_tile = v_smem.index(CONSUMER).reshape([KEYS, D])
+    k_tile = memory.k.index(CONSUMER).reshape([KEYS, D])
+    v_tile = memory.v.index(CONSUMER).reshape([KEYS, D])
     key = n0 + CONSUMER * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
-    bounds = visible_positions(key, kv_range, F)
-    start, N = kv_range.start, kv_range.N
+    bounds = visible_positions(key, call, F)
     middle = begin
-    mbarrier.wait(kv_bar.index(0), 0)
+    mbarrier.wait(memory.kv_bar.index(0), 0)
     if F.INNER:
-        # two softmaxes: half a query tile at a time, for lack of registers
         middle = gl.minimum(full_tile, end)
-        for tile in range(begin, middle):
+    for phase in gl.static_range(0 if F.INNER else 1, 2):
+        # two softmaxes: half a query tile at a time, for lack of registers
+        PARTS: gl.constexpr = 2 if phase == 0 else 1
+        M: gl.constexpr = ROWS // PARTS
+        for tile in range(begin if phase == 0 else middle, middle if phase == 0 else end):
             slot = (tile - begin) % F.STAGES
-            mbarrier.wait(full.index(slot), ((tile - begin) // F.STAGES) & 1)
-            q_tile = q_smem.index(slot).reshape([ROWS, D])
-            do_tile = do_smem.index(slot).reshape([ROWS, D])
-            for half in gl.static_range(2):
+            mbarrier.wait(memory.full.index(slot), ((tile - begin) // F.STAGES) & 1)
+            q_tile = memory.q.index(slot).reshape([ROWS, D])
+            do_tile = memory.d_out.index(slot).reshape([ROWS, D])
+            masked = True
+            if phase == 1:
+                masked = (tile < full_tile) | (tile >= full_end)
+            for part in gl.static_range(PARTS):
                 dk_acc, dv_acc = accumulate(
-                    k_tile, v_tile, q_tile.slice(half * HALF, HALF, 0),
-                    do_tile.slice(half * HALF, HALF, 0), dk_acc, dv_acc,
-                    rows_smem, slot, half * HALF, start + tile * TOKENS, bounds, True, scale_log2,
-                    F.G, True, F.GATED,
+                    k_tile, v_tile, q_tile.slice(part * M, M, 0), do_tile.slice(part * M, M, 0),
+                    dk_acc, dv_acc, memory.rows, slot, part * M,
+                    call.start + tile * (ROWS // F.G), bounds, masked, scale_log2, phase == 0, F,
                 )  # fmt: skip
             named_barrier("arrive", slot, THREADS)
-    for tile in range(middle, end):
-        slot = (tile - begin) % F.STAGES
-        mbarrier.wait(full.index(slot), ((tile - begin) // F.STAGES) & 1)
-        q_tile = q_smem.index(slot).reshape([ROWS, D])
-        do_tile = do_smem.index(slot).reshape([ROWS, D])
-        masked = (tile < full_tile) | (tile >= full_end)
-        dk_acc, dv_acc = accumulate(
-            k_tile, v_tile, q_tile, do_tile, dk_acc, dv_acc, rows_smem, slot, 0,
-            start + tile * TOKENS, bounds, masked, scale_log2, F.G, False, F.GATED,
-        )  # fmt: skip
-        named_barrier("arrive", slot, THREADS)
     entry = ((gl.program_id(1) * B + b) * N + key).to(gl.int64) * F.K + h
     at = entry[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, ACC))[None]
-    gl.store(dk + at, dk_acc * scale, mask=(key < N)[:, None])
+    gl.store(dk + at, dk_acc * call.scale, mask=(key < N)[:, None])
     gl.store(dv + at, dv_acc, mask=(key < N)[:, None])
 
 
@@ -825,37 +779,28 @@ def nsa_flash_dkv_sm90(
 ):
     """One program owns a block of keys and one split (axis 1) of the queries that see it. It reads
     their `rows` and writes partial dk and dv, [splits, B, N, K, D]."""
-    kv_range = key_range(start, T, N, 0, kv_range, F)
+    call = problem(start, T, N, 0, kv_range, scale, 0, B, F)
     n0 = gl.program_id(0) % blocks * (CONSUMERS * KEYS)
     b, h = gl.program_id(0) // blocks // F.K, gl.program_id(0) // blocks % F.K
-    tiles = query_tile_range(n0, kv_range, F)
-    begin, end, _full, _full_end = tiles
+    tiles = query_tile_range(n0, call, F)
     k_smem, v_smem = buffers(k, CONSUMERS), buffers(v, CONSUMERS)
     q_smem, do_smem = buffers(q, F.STAGES), buffers(d_out, F.STAGES)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rows_smem = gl.allocate_shared_memory(gl.float32, [F.STAGES * 4, ROWS.value], FLAT)
     # 33 arrivals per stage: one for TMA, 32 of the lanes that copy lse and delta
     kv_bar, full = barriers(1, 1), barriers(F.STAGES, 33)
+    memory = RingMemory(k_smem, v_smem, q_smem, do_smem, rows_smem, kv_bar, full)
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(
         [
-            (consume_dkv, (
-                dk, dv, n0, b, B, h, tiles, kv_range, scale, k_smem, v_smem, q_smem, do_smem,
-                rows_smem, kv_bar, full, 0, F,
-            )),
-            (consume_dkv, (
-                dk, dv, n0, b, B, h, tiles, kv_range, scale, k_smem, v_smem, q_smem, do_smem,
-                rows_smem, kv_bar, full, 1, F,
-            )),
-            (produce_dkv, (
-                q, d_out, k, v, rows, T, n0, b, h, begin, end, k_smem, v_smem, q_smem, do_smem,
-                rows_smem, kv_bar, full, F,
-            )),
+            (consume_dkv, (dk, dv, n0, b, h, tiles, call, memory, 0, F)),
+            (consume_dkv, (dk, dv, n0, b, h, tiles, call, memory, 1, F)),
+            (produce_dkv, (q, d_out, k, v, rows, T, n0, b, h, tiles[0], tiles[1], memory, F)),
         ],
         [4, 1],
         [F.REGISTERS, 24],
-    )  # fmt: skip
+    )
 
 
 # launches
