@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -16,18 +15,6 @@ from .ops.triton.attention import compile_ahead
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def show(compiled: int, total: int) -> None:
-    """Draw a bar on stderr, over the previous bar in a terminal."""
-    if sys.stderr is None:  # closed
-        return
-    if sys.stderr.isatty():
-        bar = "#" * (20 * compiled // total)
-        sys.stderr.write(f"\rkernels compiled [{bar:<20}] {compiled}/{total}")
-    if compiled == total:
-        sys.stderr.write("\n" if sys.stderr.isatty() else f"{total} kernels compiled\n")
-    sys.stderr.flush()
-
-
 def warmup(
     config: NSAConfig,
     dtype: torch.dtype = torch.bfloat16,
@@ -36,7 +23,6 @@ def warmup(
     device: torch.device | str | None = None,
     training: bool = True,
     documents: bool = False,
-    progress: bool = True,
 ) -> int:
     """Compile the Triton kernels of a `SparseAttention` with these settings in parallel, into this
     process and Triton's cache on disk. Otherwise the first call of a layer compiles them.
@@ -52,7 +38,6 @@ def warmup(
         device: a CUDA device; the current one by default.
         training: compile the backward too.
         documents: compile the kernels for packed documents.
-        progress: draw a bar on stderr.
 
     Returns:
         How many kernels were compiled, or loaded from Triton's cache on disk. 0 if the layer runs
@@ -71,9 +56,7 @@ def warmup(
     if isinstance(lengths, (str, int)) or not isinstance(lengths, Sequence):
         raise ValueError(f"lengths must be a sequence of integers, got {describe(lengths)}")
     lengths = [check_int("lengths", length, 1) for length in lengths]
-    training, documents, progress = check_bools(
-        training=training, documents=documents, progress=progress
-    )
+    training, documents = check_bools(training=training, documents=documents)
     device = check_device("device", "cuda" if device is None else device)
     if device.type != "cuda":
         raise ValueError(f"device must be a CUDA device, got {describe(device)}")
@@ -95,4 +78,4 @@ def warmup(
                         out.backward(torch.zeros_like(out))
                     del out
 
-    return compile_ahead(dry_run, show if progress else None)
+    return compile_ahead(dry_run)

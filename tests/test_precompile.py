@@ -34,8 +34,7 @@ def test_kernels_compile_side_by_side(tmp_path):
     if not found.pop("possible"):
         pytest.skip("this Triton does not compile in threads, or there is one core")
     assert found == {
-        "first": 2, "steps": [[1, 2], [2, 2]], "again": 0,
-        "ignored": 1, "error": "CompilationError", "values": 0.0, "mode": False,
+        "first": 2, "again": 0, "ignored": 1, "values": 0.0, "mode": False,
     }  # fmt: skip
 
 
@@ -48,7 +47,6 @@ def test_kernels_compile_side_by_side(tmp_path):
         (lambda: warmup(CONFIG, lengths=2048), "lengths must be a sequence"),
         (lambda: warmup(CONFIG, lengths=[0]), "lengths must be"),
         (lambda: warmup(CONFIG, training="yes"), "training must be"),
-        (lambda: warmup(CONFIG, progress=1.0), "progress must be"),
         (lambda: warmup(CONFIG, device="nope"), "device must be a torch.device or the name of one"),
         (lambda: warmup(CONFIG, device=3.0), "device must be a torch.device or the name of one"),
         (lambda: warmup(CONFIG, device=128), "device must be a torch.device or .*, got 128"),
@@ -61,16 +59,14 @@ def test_bad_arguments(call, names):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are kernels to compile")
-def test_nothing_to_compile(capsys):
+def test_nothing_to_compile():
     assert warmup(CONFIG) == warmup(CONFIG, device="cuda:1") == warmup(CONFIG, device=1) == 0
-    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.gpu
-def test_a_layer_runs_what_was_compiled(capsys):
+def test_a_layer_runs_what_was_compiled():
     """Everything, at another batch too; and its results are right."""
-    first = warmup(CONFIG, torch.float32, lengths=(300,), documents=True)
-    assert ("kernels compiled" in capsys.readouterr().err) == (first > 0)
+    warmup(CONFIG, torch.float32, lengths=(300,), documents=True)
     layer = SparseAttention.from_config(CONFIG, compress_mlp=MeanPool()).cuda()
     x = torch.randn(2, 300, 64, device="cuda", requires_grad=True)
     outs = []
@@ -80,7 +76,7 @@ def test_a_layer_runs_what_was_compiled(capsys):
         outs.append([out, *torch.autograd.grad(out.square().sum(), x)])
     for got, expected in zip(*outs, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
-    assert warmup(CONFIG, torch.float32, lengths=(300,), documents=True, progress=False) == 0
+    assert warmup(CONFIG, torch.float32, lengths=(300,), documents=True) == 0
 
 
 # operators of their own, around that of the branches: they compile at their launches

@@ -91,8 +91,7 @@ def forward(outs: list[Tensor], gates: Tensor, out: Tensor) -> None:
 def backward(
     d_out: Tensor, outs: list[Tensor], lses: list[Tensor], gates: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """d_gates [B T H 3], and the gated lse and delta of each branch [3 B T H], for
-    `branch_backward_inputs`."""
+    """d_gates [B T H 3], and the gated `BackwardInputs` lse and delta of each branch [3 B T H]."""
     d_gates = gates.new_empty(gates.shape)
     delta, gated = (gates.new_empty(3, *gates.shape[:3], dtype=torch.float32) for _ in range(2))
     args = arguments(outs, gates, BACKWARD_ROWS)
@@ -100,14 +99,6 @@ def backward(
         lses=tuple(lses), d_out=d_out, d_gates=d_gates, delta=delta, gated=gated, **args
     )
     return d_gates, gated, delta
-
-
-def branch_backward_inputs(d_out: Tensor, gated: Tensor, delta: Tensor) -> list[BackwardInputs]:
-    """The backward inputs of each branch."""
-    return [
-        BackwardInputs(d_out, branch_lse, branch_delta, gated=True)
-        for branch_lse, branch_delta in zip(gated, delta, strict=True)
-    ]
 
 
 def backward_inputs(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
+from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -116,10 +117,11 @@ def settings(l: int, d: int, K: int, D: int, positions: bool) -> Settings:
     return Settings(l, d, K, D, block_d, max(1, ELEMENTS // block_d), positions)
 
 
-def launch_means(
-    tensors: tuple[Tensor, ...], positions: tuple[Tensor, ...], l: int, d: int, windows: int
+def forward(
+    tensors: Sequence[Tensor], positions: Sequence[Tensor], l: int, d: int, windows: int
 ) -> list[Tensor]:
-    """Means [b h w d] of one or two tensors [b h n d], with positions [h l d] unless empty."""
+    """Means [b h w d], [b w h d] in memory, of one or two tensors [b h n d], with positions [h l d]
+    if there are any."""
     B, K, T, D = tensors[0].shape
     outs = [t.new_empty(B, windows, K, D) for t in tensors]
     F = settings(l, d, K, D, bool(positions))
@@ -131,19 +133,6 @@ def launch_means(
             k, v, p[0], p[-1], outs[0], outs[-1], T=T, W=windows, tiles=tiles, F=F
         )
     return [out.transpose(1, 2) for out in outs]
-
-
-def forward(
-    k: Tensor, v: Tensor, k_positions: Tensor, v_positions: Tensor, l: int, d: int, windows: int
-) -> tuple[Tensor, Tensor]:
-    """Means [b h w d] of k and v [b h n d], [b w h d] in memory, with positions [h l d]."""
-    ck, cv = launch_means((k, v), (k_positions, v_positions), l, d, windows)
-    return ck, cv
-
-
-def average_keys(k: Tensor, l: int, d: int, windows: int) -> Tensor:
-    """Means [b h w d] of k [b h n d] alone, without positions."""
-    return launch_means((k,), (), l, d, windows)[0]
 
 
 def backward(

@@ -189,7 +189,7 @@ def means(dtype, heads, l=32, d=16, tokens=256):
     kv = torch.zeros(2, tokens, 3 * K * D).to(dtype).split(K * D, -1)[1:]
     k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in kv)
     positions = [torch.zeros(K, l, D)] * 2
-    ck, cv = compress_mean.forward(k, v, *positions, l, d, tokens // d)
+    ck, cv = compress_mean.forward([k, v], positions, l, d, tokens // d)
     compress_mean.backward(ck, cv, *positions, l, d, tokens)
 
 

@@ -99,16 +99,6 @@ def flat(warps, width):
 
 
 @gluon.jit
-def rows_of(
-    b, r, first, T, R, G: gl.constexpr, GROUP: gl.constexpr, M: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """Row indices into [B T H] for the rows of tokens from `first` on, and whether a row exists."""
-    i = gl.arange(0, M, LAYOUT)
-    token, g = first + i // GROUP, i % GROUP
-    return (b * T + token).to(gl.int64) * (R * G) + r * G + g, (g < G) & (token < T)
-
-
-@gluon.jit
 def finish(
     acc, m, l, out, lse, combine, b, r, token, T, R, G: gl.constexpr, GROUP: gl.constexpr,
     WARPS: gl.constexpr, ADD: gl.constexpr, COMBINE: gl.constexpr,
@@ -119,7 +109,10 @@ def finish(
     E: gl.constexpr = acc.shape[1]
     FLAT: gl.constexpr = flat(WARPS, E)
     ROW: gl.constexpr = gl.SliceLayout(1, FLAT)
-    row, real = rows_of(b, r, token, T, R, G, GROUP, M, ROW)
+    i = gl.arange(0, M, ROW)
+    row_token, g = token + i // GROUP, i % GROUP
+    row = (b * T + row_token).to(gl.int64) * (R * G) + r * G + g
+    real = (g < G) & (row_token < T)
     feature = gl.arange(0, E, gl.SliceLayout(0, FLAT))
 
     # all loads come before the first store: no load is moved ahead of a store
@@ -129,10 +122,9 @@ def finish(
         stored_lse = gl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
         stored_out = gl.load(out + at, mask=mask, other=0.0)
     if COMBINE:
-        i = gl.arange(0, M, ROW)
         gate = combine.gates + b.to(gl.int64) * combine.b
-        gate += (token + i // GROUP).to(gl.int64) * combine.t
-        gate += (r * G + i % GROUP).to(gl.int64) * combine.h
+        gate += row_token.to(gl.int64) * combine.t
+        gate += (r * G + g).to(gl.int64) * combine.h
         gate_cmp = gl.load(gate, mask=real, other=0.0).to(gl.float32)
         gate_sel = gl.load(gate + combine.branch, mask=real, other=0.0).to(gl.float32)
         gate_win = gl.load(gate + 2 * combine.branch, mask=real, other=0.0).to(gl.float32)

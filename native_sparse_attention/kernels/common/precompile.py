@@ -11,20 +11,19 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 try:  # from Triton 3.6 on
     from triton import knobs
-    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode
 except ImportError:
-    AsyncCompileMode = None
+    AsyncCompileMode, active_mode = None, ContextVar("active_mode", default=None)
 
-# whether launches of this thread only compile
-only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
 # one call compiles at a time; and one thread loads: before 3.8 Triton imports a C module of one
 # name for each kernel
 COMPILING, LOADING = threading.Lock(), threading.Lock()
@@ -32,7 +31,7 @@ COMPILING, LOADING = threading.Lock(), threading.Lock()
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """`kernel[grid]`, or in `compile_ahead` what only compiles the kernel."""
-    return functools.partial(kernel.warmup, grid=grid) if only_compiles.get() else kernel[grid]
+    return functools.partial(kernel.warmup, grid=grid) if active_mode.get() else kernel[grid]
 
 
 def cores() -> int:
@@ -45,50 +44,28 @@ def is_possible() -> bool:
     return AsyncCompileMode is not None and not knobs.runtime.interpret and cores() > 1
 
 
-class Threads(ThreadPoolExecutor):
-    """Threads that compile kernels and load them onto the current GPU. Otherwise Triton loads a
-    kernel at its first launch, for which it also builds a launcher with a C compiler."""
+def compile_ahead(dry_run: Callable[[], Any]) -> int:
+    """Compile the kernels that `dry_run` would launch, and return how many were not compiled yet.
+    `dry_run` is host code, which may allocate but must not read results of kernels. A later launch
+    raises errors of the compiler."""
+    if not is_possible():
+        return 0
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-    def submit(self, compile_one: Callable[[], Any]) -> Future:  # type: ignore[override]
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        return super().submit(compile_and_load, compile_one, device)
-
-
-def compile_and_load(compile_one: Callable[[], Any], device: int | None) -> Any:
-    kernel = compile_one()
-    if device is not None:
-        try:
-            with LOADING, torch.cuda.device(device):
-                kernel._init_handles()
-        except Exception:  # the launch loads it again, and raises
-            kernel._run = None
-    return kernel
-
-
-def compile_ahead(
-    dry_run: Callable[[], Any],
-    report: Callable[[int, int], None] | None = None,
-    ignore_errors: bool = False,
-) -> int:
-    """Compile the kernels that `dry_run` would launch, if they are not compiled yet.
-
-    Args:
-        dry_run: host code, which may allocate but must not read results of kernels.
-        done: called with the number of compiled kernels and of all kernels, as each is compiled.
-        ignore_errors: ignore errors of the compiler; a later launch raises them again.
-
-    Returns:
-        The number of kernels compiled, or loaded from Triton's cache on disk.
-    """
-    with COMPILING, Threads(cores(), "nsa-compile") as pool:
-        with AsyncCompileMode(pool, ignore_errors=ignore_errors) as mode:
-            token = only_compiles.set(True)
+    def compile_and_load(compile_one: Callable[[], Any]) -> Any:
+        # Triton loads a kernel at its first launch, and builds a launcher with a C compiler
+        kernel = compile_one()
+        if device is not None:
             try:
-                dry_run()
-            finally:
-                only_compiles.reset(token)
-            futures: list[Future] = mode.raw_futures
-            for number, _ in enumerate(as_completed(futures), 1):
-                if report is not None:
-                    report(number, len(futures))
+                with LOADING, torch.cuda.device(device):
+                    kernel._init_handles()
+            except Exception:  # the launch loads it again, and raises
+                kernel._run = None
+        return kernel
+
+    with COMPILING, ThreadPoolExecutor(cores(), "nsa-compile") as pool:
+        executor = SimpleNamespace(submit=lambda job: pool.submit(compile_and_load, job))
+        with AsyncCompileMode(executor, ignore_errors=True) as mode:
+            dry_run()
+            futures: list[Future[Any]] = mode.raw_futures
         return len(futures)

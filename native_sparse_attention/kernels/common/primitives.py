@@ -257,28 +257,21 @@ def measured_from(q, norms, line, scale, keys, m, EMPTY: tl.constexpr):
 
 
 @triton.jit
-def rescale_to_maximum(s, scale, bias, acc, m, l):
-    """Rescale the running softmax to the maximum of m and logits `scale s + bias[:, None]`. Also
-    returns the number to subtract from the logits."""
-    m_old, m = m, tl.maximum(m, tl.max(s, 1) * scale + bias)
-    m_safe = tl.where(m == float("-inf"), 0.0, m)
-    alpha = tl.exp2(m_old - m_safe)
-    return acc * alpha[:, None], m, l * alpha, m_safe
-
-
-@triton.jit
 def scaled_step(s, scale, bias, v, acc, m, l, large, pointer, n, BOUNDED: tl.constexpr,
                 PRECISION: tl.constexpr):  # fmt: skip
     """`softmax_step` of logits `scale s + bias[:, None]`, for a scale > 0. One FMA per element
     scales s and subtracts the maximum. With BOUNDED it subtracts m, the row bound, unless logits
     may be `large` (see `rare` for `pointer` and n)."""
-    if BOUNDED:
-        m_safe = m
-        if large:
+    m_safe = m
+    if not BOUNDED:
+        large = True
+    if large:
+        if BOUNDED:
             rare(pointer, n)
-            acc, m, l, m_safe = rescale_to_maximum(s, scale, bias, acc, m, l)
-    else:
-        acc, m, l, m_safe = rescale_to_maximum(s, scale, bias, acc, m, l)
+        m_old, m = m, tl.maximum(m, tl.max(s, 1) * scale + bias)
+        m_safe = tl.where(m == float("-inf"), 0.0, m)
+        alpha = tl.exp2(m_old - m_safe)
+        acc, l = acc * alpha[:, None], l * alpha
     p = tl.exp2(s * scale + (bias - m_safe)[:, None])
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, m, l + tl.sum(p, 1)

@@ -7,7 +7,6 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 
@@ -18,15 +17,10 @@ def side_stream(device: int, _main: int, urgent: bool) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1 if urgent else 0)
 
 
-# by device and stream
-LOCKS: dict[tuple[int, int], Any] = {}
-
-
-def lock_of(main: torch.cuda.Stream) -> Any:
-    """Held from a fork of a stream until it waits for its side stream. Threads that share a stream
-    take turns: one could otherwise write to memory of the side stream that another has released,
-    while kernels on the stream itself still read it."""
-    return LOCKS.setdefault((main.device_index, main.cuda_stream), threading.RLock())
+# held from a fork of a stream until it waits for its side stream. Threads take turns: one could
+# otherwise write to memory of the side stream that another has released, while kernels on the
+# stream itself still read it
+FORKING = threading.RLock()
 
 
 @contextmanager
@@ -40,7 +34,7 @@ def forked(device: torch.device, urgent: bool = False) -> Iterator[AbstractConte
         return
     main = torch.cuda.current_stream(device)
     side = side_stream(main.device_index, main.cuda_stream, urgent)
-    with lock_of(main):
+    with FORKING:
         side.wait_stream(main)
         try:
             yield torch.cuda.stream(side)
@@ -50,11 +44,7 @@ def forked(device: torch.device, urgent: bool = False) -> Iterator[AbstractConte
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
     """An event after all launches so far, for another stream to wait for."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def wait(device: torch.device, event: torch.cuda.Event | None) -> None:

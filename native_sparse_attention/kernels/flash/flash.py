@@ -81,9 +81,20 @@ Settings = namedtuple(
 
 
 @triton.jit
-def tile_ranges(token, first, last, start, entry, documents, T, N, kv_range, F: tl.constexpr):
-    """KV ranges lo .. hi - 1 of each row's token [M], of the tile's first token and of its last.
-    With documents, clipped to the token's document; the row's bounds begin at `entry`."""
+def query_tile(starts, documents, start, T, N, K, kv_range, F: tl.constexpr):
+    """A program's tile of queries, the longest first: sequence and KV head; positions of the
+    tile's first token, of its last, and of each row's [M]; each row's token, head, and whether it
+    exists; and the KV ranges lo .. hi - 1 of the rows and of the first and the last token. With
+    documents, ranges are clipped to the token's document."""
+    tile, line, tiles, _lines = grid_position(F.FLIPPED)
+    tile = tiles - 1 - tile
+    b, h = large(line // K, F.WIDE), large(line % K, F.WIDE)
+    TOKENS: tl.constexpr = F.BLOCK_M // F.G
+    token, g, real = tile_rows(tile, T, F.G, F.BLOCK_M)
+    if F.RAGGED:
+        start = tl.load(starts + b).to(tl.int32)
+    first, last = tile * TOKENS, tl.minimum(tile * TOKENS + TOKENS, T) - 1
+    entry = b * T
     floor, reach, stride = kv_range.floor, kv_range.reach, kv_range.stride
     lo, hi = interval(start + token, N, floor, reach, stride, F.KIND)
     lo_first, hi_first = interval(start + first, N, floor, reach, stride, F.KIND)
@@ -93,7 +104,8 @@ def tile_ranges(token, first, last, start, entry, documents, T, N, kv_range, F: 
         lo, hi = document_interval(lo, hi, token, T, firsts, lasts, unit)
         lo_first, hi_first = document_interval(lo_first, hi_first, first, T, firsts, lasts, unit)
         lo_last, hi_last = document_interval(lo_last, hi_last, last, T, firsts, lasts, unit)
-    return lo, hi, lo_first, hi_first, lo_last, hi_last
+    ranges = lo, hi, lo_first, hi_first, lo_last, hi_last
+    return b, h, start + first, start + last, start + token, token, h * F.G + g, real, ranges
 
 
 @triton.jit
@@ -163,22 +175,11 @@ def nsa_flash_fwd(
     """One program owns a tile of queries of one sequence and KV head. It reads the tile's KV range
     and writes out and lse. With INNER it writes a second out and lse, of the local blocks and the
     initial keys."""
-    # longest tiles first
-    tile, line, tiles, _lines = grid_position(F.FLIPPED)
-    tile = tiles - 1 - tile
-    b, h = large(line // K, F.WIDE), large(line % K, F.WIDE)
-    TOKENS: tl.constexpr = F.BLOCK_M // F.G
-    token, g, real = tile_rows(tile, T, F.G, F.BLOCK_M)
-    out, lse = outputs.out, outputs.lse
-    if F.RAGGED:
-        start = tl.load(starts + b).to(tl.int32)
-    first, last = tile * TOKENS, tl.minimum(tile * TOKENS + TOKENS, T) - 1
-    lo, hi, lo_first, hi_first, lo_last, hi_last = tile_ranges(
-        token, first, last, start, b * T, documents, T, N, kv_range, F
+    b, h, first, last, position, token, head, real, ranges = query_tile(
+        starts, documents, start, T, N, K, kv_range, F
     )
-
-    # [M, D]
-    head = h * F.G + g
+    lo, hi, lo_first, hi_first, lo_last, hi_last = ranges
+    out, lse = outputs.out, outputs.lse
     q_rows = b * q.b + large(token, F.WIDE) * q.n + head * q.h
     q_tile = load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
     m = tl.full([F.BLOCK_M], float("-inf"), tl.float32)
@@ -189,9 +190,7 @@ def nsa_flash_fwd(
         m, l = load_sinks(sinks, head), l + 1.0
 
     # applies to products that `logits` leaves unscaled
-    unit_scale = scale_log2
-    if F.CAP or not F.POSITIVE:
-        unit_scale = 1.0
+    unit_scale = 1.0 if F.CAP or not F.POSITIVE else scale_log2
 
     # key tiles that some row sees; all rows see keys all_lo .. all_hi - 1
     begin = lo_first // F.BLOCK_N * F.BLOCK_N
@@ -200,9 +199,9 @@ def nsa_flash_fwd(
     if F.INNER:
         # in order: keys before the local blocks, local blocks, initial blocks
         inner_floor = kv_range.inner_floor
-        local, _hi = local_blocks(start + token, N, kv_range)
-        local_first, _hi_first = local_blocks(start + first, N, kv_range)
-        local_last, _hi_last = local_blocks(start + last, N, kv_range)
+        local, _hi = local_blocks(position, N, kv_range)
+        local_first, _hi_first = local_blocks(first, N, kv_range)
+        local_last, _hi_last = local_blocks(last, N, kv_range)
         local, end = tl.maximum(local, lo), hi
         hi = tl.minimum(hi, local)
         local_begin = local_first // F.BLOCK_N * F.BLOCK_N
@@ -215,7 +214,7 @@ def nsa_flash_fwd(
     if F.BOUNDED:
         keys = hi - lo
         if F.INNER:
-            keys = end - local + tl.minimum(start + token + 1, inner_floor)
+            keys = end - local + tl.minimum(position + 1, inner_floor)
         m, factor, large_logits = measured_from(
             q_tile, norms, b * K + h, scale_log2, tl.where(real, keys, 16), m, not F.SINKS
         )
@@ -250,8 +249,8 @@ def nsa_flash_fwd(
             if j == initial_step:
                 rare(lse, n0)
                 outer_acc, outer_m, outer_l = join_softmaxes(outer_acc, outer_m, outer_l, acc, m, l)
-                lo, hi = lo * 0, tl.minimum(start + token + 1, inner_floor)
-                all_lo, all_hi = 0, tl.minimum(start + first + 1, inner_floor)
+                lo, hi = lo * 0, tl.minimum(position + 1, inner_floor)
+                all_lo, all_hi = 0, tl.minimum(first + 1, inner_floor)
         if (n0 < all_lo) | (n0 + F.BLOCK_N > all_hi):
             rare(lse, n0)
             s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
@@ -270,7 +269,7 @@ def nsa_flash_fwd(
     else:
         if F.PREFIX:
             acc, m, l = attend_to_prefix(
-                q_tile, pk, pv, b, h, start + token, P, acc, m, l, scale_log2, unit_scale, cap, lse,
+                q_tile, pk, pv, b, h, position, P, acc, m, l, scale_log2, unit_scale, cap, lse,
                 F,
             )  # fmt: skip
         store_softmax(out, lse, row, acc, m, l, F.E, F.BLOCK_E, real)
@@ -306,19 +305,10 @@ def nsa_flash_dq(
 ):  # fmt: skip
     """One program owns a tile of queries of one sequence and KV head. It reads the tile's KV range
     and writes dq, or with ADD adds to dq."""
-    tile, line, tiles, _lines = grid_position(F.FLIPPED)
-    tile = tiles - 1 - tile
-    b, h = large(line // K, F.WIDE), large(line % K, F.WIDE)
-    TOKENS: tl.constexpr = F.BLOCK_M // F.G
-    token, g, real = tile_rows(tile, T, F.G, F.BLOCK_M)
-    if F.RAGGED:
-        start = tl.load(starts + b).to(tl.int32)
-    first, last = tile * TOKENS, tl.minimum(tile * TOKENS + TOKENS, T) - 1
-    lo, hi, lo_first, hi_first, lo_last, hi_last = tile_ranges(
-        token, first, last, start, b * T, documents, T, N, kv_range, F
+    b, h, first, _last, position, token, head, real, ranges = query_tile(
+        starts, documents, start, T, N, K, kv_range, F
     )
-
-    head = h * F.G + g
+    lo, hi, lo_first, hi_first, lo_last, hi_last = ranges
     row = (b * T + token) * (K * F.G) + head
     q_rows = b * q.b + large(token, F.WIDE) * q.n + head * q.h
     q_tile = load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
@@ -331,17 +321,15 @@ def nsa_flash_dq(
     acc = tl.full([F.BLOCK_M, F.BLOCK_D], 0.0, tl.float32)
     # applies to products that `logits` leaves unscaled
     scale_log2 = scale * 1.4426950408889634
-    unit_scale = scale_log2
-    if F.CAP or not F.POSITIVE:
-        unit_scale = 1.0
+    unit_scale = 1.0 if F.CAP or not F.POSITIVE else scale_log2
 
     begin = lo_first // F.BLOCK_N * F.BLOCK_N
     steps = tl.maximum(tl.cdiv(hi_last - begin, F.BLOCK_N), 0)
     all_lo, all_hi = lo_last, hi_first
     if F.INNER:
         inner_floor = kv_range.inner_floor
-        local, _local_hi = local_blocks(start + token, N, kv_range)
-        local_first, _local_hi_first = local_blocks(start + first, N, kv_range)
+        local, _local_hi = local_blocks(position, N, kv_range)
+        local_first, _local_hi_first = local_blocks(first, N, kv_range)
         initial_step = steps
         steps += tl.cdiv(inner_floor, F.BLOCK_N)
     for j in range(0, steps):
@@ -358,8 +346,8 @@ def nsa_flash_dq(
         if F.INNER and j == initial_step:
             rare(rows.delta, n0)
             lse_row, delta_row = inner_lse_row, inner_delta_row
-            lo, hi = lo * 0, tl.minimum(start + token + 1, inner_floor)
-            all_lo, all_hi = 0, tl.minimum(start + first + 1, inner_floor)
+            lo, hi = lo * 0, tl.minimum(position + 1, inner_floor)
+            all_lo, all_hi = 0, tl.minimum(first + 1, inner_floor)
         if (n0 < all_lo) | (n0 + F.BLOCK_N > all_hi):
             rare(rows.delta, n0)
             s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
@@ -377,7 +365,7 @@ def nsa_flash_dq(
 
     if F.PREFIX and not F.INNER:
         acc = add_dq_of_prefix(
-            q_tile, do_tile, pk, pv, b, h, start + token, P, acc, lse_row, delta_row, scale_log2,
+            q_tile, do_tile, pk, pv, b, h, position, P, acc, lse_row, delta_row, scale_log2,
             unit_scale, cap, F,
         )  # fmt: skip
     acc *= scale
@@ -407,9 +395,7 @@ def nsa_flash_dkv(
     dv_acc = tl.full([F.BLOCK_N, F.BLOCK_E], 0.0, tl.float32)
     # applies to products that `logits` leaves unscaled
     scale_log2 = scale * 1.4426950408889634
-    unit_scale = scale_log2
-    if F.CAP or not F.POSITIVE:
-        unit_scale = 1.0
+    unit_scale = 1.0 if F.CAP or not F.POSITIVE else scale_log2
 
     floor, reach, stride = kv_range.floor, kv_range.reach, kv_range.stride
     unit = kv_range.unit

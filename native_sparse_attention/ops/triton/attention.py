@@ -166,7 +166,7 @@ def compile_first(t: Call, config: AttentionConfig, trains: bool) -> None:
         return
     from ...kernels.common import precompile
 
-    if precompile.only_compiles.get() or torch.cuda.is_current_stream_capturing():
+    if precompile.active_mode.get() or torch.cuda.is_current_stream_capturing():
         return
     compiled.add(kind)
 
@@ -179,10 +179,9 @@ def compile_first(t: Call, config: AttentionConfig, trains: bool) -> None:
                 saved_rows = [*saved_rows[3:], *rows]
             backward([d_out, None], t, block_indices, saved_rows or [out, lse], config)
 
-    if precompile.is_possible():
-        # out of memory: kernels compile at their launch instead
-        with contextlib.suppress(torch.OutOfMemoryError):
-            precompile.compile_ahead(dry_run, ignore_errors=True)
+    # out of memory: kernels compile at their launch instead
+    with contextlib.suppress(torch.OutOfMemoryError):
+        precompile.compile_ahead(dry_run)
 
 
 # launches
@@ -208,6 +207,7 @@ def backward(
 ) -> dict[str, Tensor]:
     """Gradients by the names of the inputs."""
     from ...kernels import combine
+    from ...kernels.common.launch import BackwardInputs
 
     t, grads = prepared(t), dict[str, Tensor]()
     with block_sizes(config):
@@ -226,7 +226,8 @@ def backward(
             else:
                 *lses, gated, delta = saved_rows
             gates = t.branch_gates.unbind(-1)
-            each = combine.branch_backward_inputs(d_out, gated, delta)
+            pairs = zip(gated, delta, strict=True)
+            each = [BackwardInputs(d_out, *pair, gated=True) for pair in pairs]
         bwd = dict(zip(config.branches, each, strict=True))
         if "selected" in bwd:
             grads |= backward_branches(t, block_indices, bwd, config)
@@ -454,11 +455,11 @@ def backward_branches(
 # arguments of the launches
 
 
-def compile_ahead(dry_run: Callable[[], Any], show: Callable[[int, int], None] | None) -> int:
-    """`kernels.common.precompile.compile_ahead`; compiles 0 kernels if that is not possible."""
+def compile_ahead(dry_run: Callable[[], Any]) -> int:
+    """`kernels.common.precompile.compile_ahead`."""
     from ...kernels.common import precompile
 
-    return precompile.compile_ahead(dry_run, show) if precompile.is_possible() else 0
+    return precompile.compile_ahead(dry_run)
 
 
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -156,7 +156,7 @@ def compress_mean(k, v, k_positions, v_positions, l, d, windows):
     from ...kernels import compress_mean
 
     positions = unit_stride(k_positions, v_positions)
-    return compress_mean.forward(*unit_stride(k, v), *positions, l, d, windows)
+    return tuple(compress_mean.forward(unit_stride(k, v), positions, l, d, windows))
 
 
 @operator(
@@ -167,7 +167,7 @@ def compress_mean_keys(k, l, d, windows):
     """Window means [b h windows d] of keys k [b h n d] that only rank blocks: no gradient."""
     from ...kernels import compress_mean
 
-    return compress_mean.average_keys(*unit_stride(k), l, d, windows)
+    return compress_mean.forward(unit_stride(k), (), l, d, windows)[0]
 
 
 def mean_backward_fake(dck, dcv, k_positions, v_positions, l, d, tokens):
