@@ -20,26 +20,30 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+# also as a script, whose folder alone is on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from native_sparse_attention import select_blocks
 from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.kernels import compress_mean, rotary
 from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.decode import persistent, read_all
-from native_sparse_attention.kernels.selected import query_major
-from native_sparse_attention.kernels.selected.inputs import Inputs
-from native_sparse_attention.ops.call import Call as LayerCall
 from native_sparse_attention.ops.call import DecodeInputs
 from native_sparse_attention.ops.triton import backend as triton_backend
-from native_sparse_attention.varlen import Documents
+from tests.helpers.calls import draw
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+WIDE = (16, 1, 128, 128)
+UNIONS = {"union": launch.UnionRule(4, 1.6, least=0)}
 # what a launch of few tokens does not take by itself
-ON_A_HOPPER = {
-    "flash_sm90": True,
-    "union_sm90": True,
-    "union": launch.UnionRule(4, 1.6, least=0),
-}
+ON_A_HOPPER = {"flash_sm90": True, "union_sm90": True, **UNIONS}
+SIZES = dict(
+    compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=32,
+    num_selected_blocks=2, sliding_window_size=70, num_initial_blocks=1, num_local_blocks=2,
+)  # fmt: skip
 
 
 class Driver:
@@ -88,62 +92,24 @@ def compile_only(capability: int) -> None:
         launch.supports_gluon = lambda *_: True
         launch.multiprocessors = lambda *_: 132
     launch.architecture = lambda: rows
+    triton_backend.why_not = lambda *_, **__: []
 
 
-def layer(dtype, heads=(4, 2, 64, 64), S=200, causal=True, **settings):
-    """Forward and backward of the layer."""
-    H, K, D, E = heads
-    d = settings.get("compress_block_sliding_stride", 4)
-    shapes = [(1, S, H, D), (1, S, K, D), (1, S, K, E), (1, S // d, K, D), (1, S // d, K, E)]
-    tensors = [torch.randn(s).to(dtype).requires_grad_() for s in (*shapes, (1, S, H, 3))]
-    slots = settings.pop("slots", 1)
-    if settings.pop("sinks", False):
-        settings["sinks"] = torch.zeros(3, H, requires_grad=True)
-    if settings.pop("packed", False):
-        settings["documents"] = Documents(*torch.zeros(2, 1, S, dtype=torch.int32))
-    memory = [
-        torch.randn(K, slots, width).to(dtype).requires_grad_() if slots else None
-        for width in (D, E)
-    ]
-    given = {name: settings.pop(name) for name in LayerCall._fields if name in settings}
-    call = LayerCall(*tensors, mem_k=memory[0], mem_v=memory[1], q_offset=0)._replace(**given)
-    settings = {
-        "compress_block_size": 8,
-        "compress_block_sliding_stride": d,
-        "selection_block_size": 32,
-        "num_selected_blocks": 2,
-        "sliding_window_size": 70,
-        "num_initial_blocks": 1,
-        "num_local_blocks": 2,
-        "causal": causal,
-        **settings,
-    }
-    out, _ = triton_backend.native_sparse_attention(call, AttentionConfig(**settings))
-    out.sum().backward()
+def layer(dtype, heads=(4, 2, 64, 64), T=200, branch="layer", **settings):
+    """Forward and backward of a layer, or of a branch alone."""
+    sizes = SIZES | dict(memory=1) if branch == "layer" else {}
+    call = draw(branch, dtype, place=(T, T), heads=heads, batch=1, **{**sizes, **settings})
+    out = call.leaves()("triton")
+    (out[0] if isinstance(out, tuple) else out).sum().backward()
 
 
-def branches(dtype, heads=(4, 2, 64, 64), S=200, sizes=(16, 128), num_local=0, gated=False):
-    """Forward and backward of the selected branch alone, with gates of its own."""
-    H, K, D, E = heads
-    q, k, v = (torch.randn(1, S, *s).to(dtype).requires_grad_() for s in ((H, D), (K, D), (K, E)))
-    lists = torch.zeros(1, S, K, 2, dtype=torch.int32)
-    gates = torch.ones(lists.shape).to(dtype).requires_grad_() if gated else None
+def selected(dtype, heads=(4, 2, 64, 64), T=200, sizes=(16, 128), num_local=0, gated=False):
+    """Forward and backward of the selected branch alone."""
     for s in sizes:
-        config = AttentionConfig.unchecked(
-            branches=("selected",), selection_block_size=s, num_selected_blocks=0,
-            num_initial_blocks=1, num_local_blocks=num_local, causal=True,
+        layer(
+            dtype, heads, T, "selected", n=2, gated=gated, selection_block_size=s,
+            num_initial_blocks=1, num_local_blocks=num_local,
         )  # fmt: skip
-        call = LayerCall(q, k, v, block_indices=lists, gates=gates)
-        triton_backend.attend_branch(call, config).sum().backward()
-
-
-def gated_rows(dtype, G, stride, D=128, S=250):
-    """The query-major forward with float32 gates of slots; the last block is partial."""
-    q, k = torch.zeros(1, S, G, D).to(dtype), torch.zeros(1, S, 1, D).to(dtype)
-    block_indices = torch.zeros(1, S, 1, 13, dtype=torch.int32)
-    gates = torch.ones(block_indices.shape)
-    selection = launch.Selection(block_indices, 64, 1, 2, True, gates=gates, stride=stride)
-    query_major.forward(Inputs(q, k, k, selection, 0.1))
 
 
 def step(dtype, heads, T=1, page=0, B=16, counted=False, one_softmax=False, **settings):
@@ -193,131 +159,133 @@ def means(dtype, heads, l=32, d=16, tokens=256):
     compress_mean.backward(ck, cv, *positions, l, d, tokens)
 
 
-def rank(dtype, heads, importance="probs", **settings):
+def rank(dtype, heads, **settings):
     """The selection."""
     H, K, D = heads
     settings = {
         "compress_block_size": 32, "compress_block_sliding_stride": 16, "selection_block_size": 64,
         "num_selected_blocks": 13, "num_initial_blocks": 1, "num_local_blocks": 2,
-        "selection_stride": 1, "causal": True, **settings,
+        "importance": "probs", **settings,
     }  # fmt: skip
     W = 320 // settings["compress_block_sliding_stride"]
     q, ck = torch.zeros(1, 320, H, D).to(dtype), torch.zeros(1, W, K, D).to(dtype)
-    config = AttentionConfig.unchecked(**settings, importance=importance)
-    triton_backend.select_blocks(LayerCall(q, ck=ck, seq_len=320), config)
+    select_blocks(q, ck, seq_len=320, backend="triton", **settings)
+
+
+def small_1(capability):
+    layer(BF16, lengths=[150, 50], soft_cap=2.0, sinks=True)
+    if capability == 90:
+        with launch.using(ON_A_HOPPER):
+            for settings in ({"importance": "probs"}, {"selection_stride": 4}):
+                layer(BF16, WIDE, 192, selection_block_size=64, memory=0, **settings)
+
+
+def small_2(capability):
+    if capability == 90:
+        selected(BF16, (4, 1, 128, 128), 192, sizes=(64,), num_local=1)
+        rank(BF16, (16, 1, 128))
+    rank(FP32, (2, 1, 256), importance="logits")
+    rotate(BF16, (16, 1, 128))
+    step(BF16, WIDE, selection_stride=4, page=128, counted=True)
+    step(BF16, WIDE, B=1)
+
+
+def decode(capability):
+    many = (64, 4, 128, 128)
+    step(BF16, WIDE, importance="probs", T=16, soft_cap=2.0)
+    step(BF16, (3, 1, 192, 128), T=4, interpolated_importance_score=True)
+    step(BF16, WIDE, importance="probs", T=2, B=1, counted=True)
+    for B in (1, 16):
+        step(FP32, (4, 4, 80, 40), num_selected_blocks=20, B=B)
+    step(BF16, many, B=1, counted=True)
+    step(BF16, many, B=8, page=256, interpolated_importance_score=True)
+    step(BF16, many, importance="max")
+    sizes = dict(one_softmax=True, num_selected_blocks=8, num_local_blocks=8)
+    step(BF16, many, **sizes)
+    tokens = dict(importance="max", compress_block_size=1, compress_block_sliding_stride=1)
+    for page, dtype in ((0, BF16), (256, BF16), (0, FP32)):
+        step(dtype, many, page=page, **sizes, **tokens)
+    step(FP32, (3, 1, 64, 40), B=1, T=2, soft_cap=2.0)
+    step(BF16, WIDE, B=1, page=256, importance="probs")
+    for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):
+        if launch.decode_bytes(H, 256, 4, T, s) <= launch.architecture().shared_memory:
+            step(FP32, (H, 1, 256, 256), T=T, selection_block_size=s)
+
+
+def elementwise(capability):
+    rotate(BF16, (64, 4, 128), tokens=1, starts=torch.zeros(2, dtype=torch.int32))
+    rotate(FP16, (3, 1, 80))
+    rotate(FP32, (4, 4, 256))
+    means(BF16, (64, 4, 128))
+    means(FP32, (3, 1, 80), 5, 1)
+
+
+def layers(capability):
+    layer(BF16)
+    layer(BF16, WIDE, selection_stride=4)
+    layer(BF16, (3, 1, 192, 128), causal=False, each=True)
+    layer(FP32, (5, 1, 80, 40), importance="probs", memory=0)
+    layer(BF16, WIDE, importance="probs", lengths=[150, 50])
+    layer(BF16, (4, 1, 64, 64), causal=False, lengths=[150, 50])
+    layer(BF16, WIDE, importance="probs", soft_cap=2.0, sinks=True)
+
+
+def unions(capability):
+    for dtype, width in ((BF16, 128), (FP16, 64)):
+        with launch.using(ON_A_HOPPER | {"flash_sm90": None}):
+            # dk and dv with dq, and without
+            for heads, stride in ((16, 1), (4, 1), (4, 4)):
+                heads = (heads, 1, width, width)
+                layer(dtype, heads, 192, selection_block_size=64, selection_stride=stride)
+
+
+def flash(capability):
+    with launch.using({"flash_sm90": True}):
+        # windows narrower than the local blocks, and wider
+        for heads, w in itertools.product((1, 2, 4, 8, 16, 32, 64), (64, 129)):
+            heads = (heads, 1, 128, 128)
+            layer(BF16, heads, memory=0, selection_block_size=64, sliding_window_size=w)
+        layer(FP16, WIDE, sliding_window_size=129)
+        for heads in (4, 16):  # local blocks and a prefix of initial ones
+            selected(BF16, (heads, 1, 128, 128), sizes=(32, 64), num_local=2)
+
+
+def ranking(capability):
+    for heads in (4, 8, 16, 32, 64):
+        rank(BF16, (heads, 1, 128))
+    rank(FP16, (16, 1, 64), num_selected_blocks=16, selection_stride=4)
+    rank(BF16, (8, 1, 128), num_selected_blocks=16, causal=False)
+    rank(BF16, (16, 1, 128), selection_block_size=32)
+    tokens = dict(importance="max", compress_block_size=1, compress_block_sliding_stride=1)
+    for dtype in (BF16, FP32):
+        rank(dtype, (16, 1, 128), **tokens)
+
+
+def selections(capability):
+    selected(BF16, gated=True)
+    selected(FP16, (16, 1, 64, 64), gated=True)
+    for heads, stride in ((16, 1), (16, 4), (64, 1)):  # the last block is partial
+        heads = (heads, 1, 128, 128)
+        layer(BF16, heads, 250, use_diff_topk=True, num_selected_blocks=13, selection_stride=stride)
+    for width in (128, 256):  # as many heads as this GPU holds
+        most = launch.architecture().shared_memory
+        groups = (G for G in (64, 32, 16) if launch.backward_bytes(G, width) <= most)
+        heads = (next(groups), 1, width, width)
+        for gated in (False, True):
+            selected(FP32, heads, sizes=(64, 128), num_local=1, gated=gated)
+    with launch.using(UNIONS):
+        for heads in (WIDE, (12, 1, 192, 128)):
+            selected(BF16, heads)
+
+
+PARTS = (small_1, small_2, decode, elementwise, layers, unions, flash, ranking, selections)
 
 
 if __name__ == "__main__":
-    compile_only(int(sys.argv[1]))
-    some = set(sys.argv[2:])
-    if "small" in some:  # two halves, for two processes
-        some |= {"small-1", "small-2"}
-    if "small-1" in some:
-        layer(torch.bfloat16, packed=True, soft_cap=2.0, sinks=True)
-        if sys.argv[1] == "90":
-            with launch.using(ON_A_HOPPER):
-                layer(
-                    torch.bfloat16, (16, 1, 128, 128), S=192, selection_block_size=64, slots=0,
-                    importance="probs",
-                )  # fmt: skip
-                layer(
-                    torch.bfloat16, (16, 1, 128, 128), S=192, selection_block_size=64, slots=0,
-                    selection_stride=4,
-                )  # fmt: skip
-    if "small-2" in some and sys.argv[1] == "90":
-        branches(torch.bfloat16, (4, 1, 128, 128), S=192, sizes=(64,), num_local=1)
-        rank(torch.bfloat16, (16, 1, 128))
-    if not some or "small-2" in some:
-        rank(torch.float32, (2, 1, 256), importance="logits")
-        rotate(torch.bfloat16, (16, 1, 128))
-        step(torch.bfloat16, (16, 1, 128, 128), selection_stride=4, page=128, counted=True)
-        step(torch.bfloat16, (16, 1, 128, 128), B=1)
-    if not some or "decode" in some:
-        step(torch.bfloat16, (16, 1, 128, 128), importance="probs", T=16, soft_cap=2.0)
-        step(torch.bfloat16, (3, 1, 192, 128), T=4, interpolated_importance_score=True)
-        step(torch.bfloat16, (16, 1, 128, 128), importance="probs", T=2, B=1, counted=True)
-        step(torch.float32, (4, 4, 80, 40), num_selected_blocks=20)
-        step(torch.float32, (4, 4, 80, 40), num_selected_blocks=20, B=1)
-        step(torch.bfloat16, (64, 4, 128, 128), B=1, counted=True)
-        step(torch.bfloat16, (64, 4, 128, 128), B=8, page=256, interpolated_importance_score=True)
-        step(torch.bfloat16, (64, 4, 128, 128), importance="max")
-        step(
-            torch.bfloat16, (64, 4, 128, 128), one_softmax=True, num_selected_blocks=8,
-            num_local_blocks=8,
-        )  # fmt: skip
-        for page, dtype in ((0, torch.bfloat16), (256, torch.bfloat16), (0, torch.float32)):
-            step(
-                dtype, (64, 4, 128, 128), page=page, one_softmax=True, importance="max",
-                compress_block_size=1, compress_block_sliding_stride=1, num_selected_blocks=8,
-                num_local_blocks=8,
-            )  # fmt: skip
-        step(torch.float32, (3, 1, 64, 40), B=1, T=2, soft_cap=2.0)
-        step(torch.bfloat16, (16, 1, 128, 128), B=1, page=256, importance="probs")
-        for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):
-            needed = launch.decode_bytes(H, 256, 4, T, s)
-            if needed <= launch.architecture().shared_memory:
-                step(torch.float32, (H, 1, 256, 256), T=T, selection_block_size=s)
-    if not some or "rotary" in some:
-        rotate(torch.bfloat16, (64, 4, 128), tokens=1, starts=torch.zeros(2, dtype=torch.int32))
-        rotate(torch.float16, (3, 1, 80))
-        rotate(torch.float32, (4, 4, 256))
-    if not some or "means" in some:
-        means(torch.bfloat16, (64, 4, 128))
-        means(torch.float32, (3, 1, 80), 5, 1)
-    if not some or "layer" in some:
-        layer(torch.bfloat16)
-        layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", recompute=True)
-        layer(torch.bfloat16, (16, 1, 128, 128), selection_stride=4)
-        layer(torch.bfloat16, (3, 1, 192, 128), causal=False, query_heads_share_selected_kv=False)
-        layer(torch.float32, (5, 1, 80, 40), importance="probs", slots=0)
-        layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", packed=True)
-        layer(torch.bfloat16, (4, 1, 64, 64), causal=False, packed=True)
-        layer(torch.bfloat16, (16, 1, 128, 128), importance="probs", soft_cap=2.0, sinks=True)
-    if not some or "union" in some:
-        for dtype, width in ((torch.bfloat16, 128), (torch.float16, 64)):
-            with launch.using(ON_A_HOPPER | {"flash_sm90": None}):
-                layer(dtype, (16, 1, width, width), S=192, selection_block_size=64)
-                for stride in (1, 4):  # dk and dv with dq, and without
-                    layer(
-                        dtype, (4, 1, width, width), S=192, selection_block_size=64,
-                        selection_stride=stride,
-                    )  # fmt: skip
-    if not some or "flash" in some:
-        with launch.using({"flash_sm90": True}):
-            for heads in (1, 2, 4, 8, 16, 32, 64):
-                for size in (64, 129):  # narrower than the local blocks, and wider
-                    layer(
-                        torch.bfloat16, (heads, 1, 128, 128), slots=0, selection_block_size=64,
-                        sliding_window_size=size,
-                    )  # fmt: skip
-            layer(torch.float16, (16, 1, 128, 128), slots=1, sliding_window_size=129)
-            for heads in (4, 16):  # local blocks and a prefix of initial ones
-                branches(torch.bfloat16, (heads, 1, 128, 128), sizes=(32, 64), num_local=2)
-    if not some or "ranking" in some:
-        for heads in (4, 8, 16, 32, 64):
-            rank(torch.bfloat16, (heads, 1, 128))
-        rank(torch.float16, (16, 1, 64), num_selected_blocks=16, selection_stride=4)
-        rank(torch.bfloat16, (8, 1, 128), num_selected_blocks=16, causal=False)
-        rank(torch.bfloat16, (16, 1, 128), selection_block_size=32)
-        for dtype in (torch.bfloat16, torch.float32):
-            rank(
-                dtype, (16, 1, 128), importance="max", compress_block_size=1,
-                compress_block_sliding_stride=1,
-            )  # fmt: skip
-    if not some or "selected" in some:
-        branches(torch.bfloat16, gated=True)
-        branches(torch.float16, (16, 1, 64, 64), gated=True)
-        for G, stride in ((16, 1), (16, 4), (64, 1)):
-            gated_rows(torch.bfloat16, G, stride)
-        for width in (128, 256):  # as many heads as this GPU holds
-            most = max(
-                group
-                for group in (16, 32, 64)
-                if launch.backward_bytes(group, width) <= launch.architecture().shared_memory
-            )
-            heads = (most, 1, width, width)
-            branches(torch.float32, heads, sizes=(64, 128), num_local=1, gated=True)
-            branches(torch.float32, heads, sizes=(64, 128), num_local=1)
-        with launch.using({"union": launch.UnionRule(4, 1.6, least=0)}):
-            for heads in ((16, 1, 128, 128), (12, 1, 192, 128)):
-                branches(torch.bfloat16, heads)
+    capability, *names = sys.argv[1:]
+    compile_only(int(capability))
+    for part in PARTS:
+        # "small" is two parts, for two processes
+        name = part.__name__.replace("_", "-")
+        if not names or name in names or ("small" in names and name.startswith("small")):
+            part(int(capability))
