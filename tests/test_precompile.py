@@ -79,25 +79,16 @@ def test_a_layer_runs_what_was_compiled():
     assert warmup(CONFIG, torch.float32, lengths=(300,), documents=True) == 0
 
 
-# operators of their own, around that of the branches: they compile at their launches
-ELEMENTWISE = {
-    "nsa_rotary", "nsa_rotary_bwd", "nsa_compress_mean_fwd", "nsa_compress_mean_bwd",
-    "nsa_compress_mean_dpositions",
-}  # fmt: skip
-
-
 @pytest.mark.gpu
 def test_a_first_call_compiles_the_branches_side_by_side(monkeypatch):
     """Of a layer of averaged windows: heads of a width that no other test has."""
     import triton
-    from triton.runtime.jit import JITFunction
 
     from native_sparse_attention.kernels.common import precompile
 
     if not precompile.is_possible():
         pytest.skip("this Triton does not compile in threads, or there is one core")
-    compiled, ahead, threads = [], [], []
-    do_compile, compile_ahead = JITFunction._do_compile, precompile.compile_ahead
+    threads = []
     kind = triton.runtime.driver.active.launcher_cls
     build = kind.__init__
 
@@ -105,25 +96,10 @@ def test_a_first_call_compiles_the_branches_side_by_side(monkeypatch):
         threads.append(threading.current_thread().name)
         return build(*args)
 
-    def record_kernel(kernel, *args, **kwargs):
-        compiled.append(kernel.fn.__name__)
-        return do_compile(kernel, *args, **kwargs)
-
-    def record_ahead(*args, **kwargs):
-        begin = len(compiled)
-        count = compile_ahead(*args, **kwargs)
-        ahead.extend(compiled[begin:])
-        return count
-
     monkeypatch.setattr(kind, "__init__", record_thread)
-    monkeypatch.setattr(JITFunction, "_do_compile", record_kernel)
-    monkeypatch.setattr(precompile, "compile_ahead", record_ahead)
     config = dataclasses.replace(CONFIG, dim_head=40)
     layer = SparseAttention.from_config(config, compress_mlp=MeanPool()).cuda()
     layer(torch.randn(1, 300, 64, device="cuda")).sum().backward()
-    at_launch = len(compiled) - len(ahead)
-    assert len(ahead) > 10 and set(compiled) - set(ahead) <= ELEMENTWISE
-    assert at_launch <= len(ELEMENTWISE)
-    # of the others none is left to be loaded at its launch
-    apart = [name for name in threads if not name.startswith("nsa-compile")]
-    assert len(threads) >= len(ahead) and len(apart) <= at_launch
+    # rotary embedding and means of windows are operators of their own, compiled at their launches
+    at_launch = [name for name in threads if not name.startswith("nsa-compile")]
+    assert len(threads) - len(at_launch) > 10 and len(at_launch) <= 5

@@ -8,11 +8,9 @@ each a process of its own, or with `--jobs 0` in this one:
 or `make sanitize`, which does both: the first compiles, on all cores, what the second launches.
 Computes no reference; fails where a kernel was not launched.
 
-Nearly all of the time is the compiler's, and every dtype, width and group of heads is compiled
-anew. What is in bounds hardly depends on them: there is one dtype, and one shape of heads, which
-fills no tile. What it does depend on (kinds of masks, documents, rows that start anywhere, memory,
-pages, groups of tokens, strides that the tensor memory accelerator cannot take) each kernel has
-once, not in all combinations; on a GPU also heads that fill their tiles, and wider ones.
+Nearly all of the time is the compiler's, for each dtype, width and group of heads. Bounds hardly
+depend on them: there is one dtype, and one shape of heads, which fills no tile; on a GPU also heads
+that fill their tiles, and wider ones.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import pkgutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -102,58 +100,33 @@ def packed(**settings: Any) -> None:
     run("layer", **{**sizes, "num_local_blocks": 1, **settings})
 
 
+def module(**settings: Any) -> SparseAttention:
+    return SparseAttention(
+        24, 24, 6, 5, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
+        backend="triton", **settings,
+    ).to(DEVICE)  # fmt: skip
+
+
 def steps(cache: KVCache, **settings: Any) -> None:
     """Steps of decoding, of one token and of several, some of them not real, to a window's end."""
-    module = SparseAttention(
-        24, 24, 6, 5, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
-        num_compressed_mem_kv=1, backend="triton", **settings,
-    ).to(DEVICE)  # fmt: skip
+    attention = module(num_compressed_mem_kv=1, **settings)
     with torch.no_grad():
         for counts in ([8, 2], [8, 1], [1, 1]):
             inp = draw(2, max(counts), 24, dtype=torch.float32)
-            module(inp, cache=cache, lengths=counts)
+            attention(inp, cache=cache, lengths=counts)
 
 
 # parts
 
 
-def causal() -> None:
-    layer(21, 53, importance="probs")
-    layer(1, 29, query_heads_share_selected_kv=False)
-    layer(1, 1)
-    layer(9, 13, num_selected_blocks=0)
-    # several spans, and several items of a block
-    parts = {key: {64: csr.Budget(0.0, 16)} for key in csr.BUDGETS}
+def chunks() -> None:
+    """Several chunks, and several work tiles of a block."""
+    budgets = {key: {64: csr.Budget(0.0, 16)} for key in csr.BUDGETS}
     with (
-        patch.multiple(csr, BUDGETS=parts, MIN_TOKENS=1, MIN_DQ_TILE_ROWS=1),
+        patch.multiple(csr, BUDGETS=budgets, MIN_TOKENS=1, MIN_DQ_TILE_ROWS=1),
         patch.object(launch, "WORK_TILE_ROWS", 16),
     ):
         layer(37, 41)
-
-
-def not_causal() -> None:
-    layer(19, 19, causal=False, interpolated_importance_score=True)
-
-
-def groups_of_tokens() -> None:
-    """And local blocks in the window's launch."""
-    layer(33, 33, selection_stride=4, recompute=True, sliding_window_size=17)
-
-
-def unaligned() -> None:
-    """Rows that the tensor memory accelerator cannot read."""
-    layer(23, 29, (3, 1, 17, 19))
-
-
-def gates() -> None:
-    layer(23, 29, use_diff_topk=True, num_selected_blocks=2)
-    settings = {"importance": "probs", "selection_stride": 4, "num_selected_blocks": 2}
-    layer(23, 23, use_diff_topk=True, **settings)
-
-
-def documents() -> None:
-    packed(importance="probs", use_diff_topk=True)
-    packed(causal=False)
 
 
 def ragged() -> None:
@@ -175,7 +148,7 @@ def ragged() -> None:
         )  # fmt: skip
 
 
-def alike() -> None:
+def unions() -> None:
     """Neighbours that chose the same blocks, united; and united for blocks that are shared."""
     with launch.using({"union": launch.UnionRule(4, 1.1, least=0)}):
         lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
@@ -191,6 +164,24 @@ def alike() -> None:
         call.leaves()("triton")[0].sum().backward()
 
 
+def cached() -> None:
+    """Decoding: with re-ranking, and of lengths that the device holds; by the kernel that reads all
+    blocks before it knows which are selected, and by the persistent one over pages."""
+    steps(KVCache(24, 2), selection_stride=4)
+    lengths, counts = (torch.tensor(n, device=DEVICE, dtype=torch.int32) for n in ([9, 3], [0, 4]))
+    for real in (None, counts):  # in compiled steps
+        kv_cache.starts(lengths, real, 4, 24)
+    steps(KVCache(24, 2), attention_sinks=True)
+    steps(PagedKVCache(8, 6, 2, 24), soft_cap=2.0)
+    pages = dict(importance="probs", branch_kv="independent", attention_sinks=True)
+    steps(PagedKVCache(8, 6, 2, 24), soft_cap=2.0, **pages)
+
+
+def means() -> None:
+    """Windows of keys and values, summed up as they are pooled."""
+    module(compress_mlp=MeanPool())(draw(2, 29, 24, dtype=torch.float32)).sum().backward()
+
+
 def hopper() -> None:
     """Neighbours that chose differently: blocks read once for all of them, some of them united."""
     with launch.using(FORMS["sm90"] | {"union": launch.UnionRule(4, 1.1, least=0)}):
@@ -204,54 +195,35 @@ def hopper() -> None:
             layer(T, 256, heads, **LARGE, **more)
 
 
-def rows() -> None:
-    steps(KVCache(24, 2), selection_stride=4)
-    lengths, counts = (torch.tensor(n, device=DEVICE, dtype=torch.int32) for n in ([9, 3], [0, 4]))
-    for real in (None, counts):  # in compiled steps
-        kv_cache.starts(lengths, real, 4, 24)
-
-
-def little() -> None:
-    """Steps that read every block before they know which are selected."""
-    steps(KVCache(24, 2), attention_sinks=True)
-    steps(PagedKVCache(8, 6, 2, 24), soft_cap=2.0)
-
-
-def pages() -> None:
-    steps(
-        PagedKVCache(8, 6, 2, 24), importance="probs", branch_kv="independent", soft_cap=2.0,
-        attention_sinks=True,
-    )  # fmt: skip
-
-
-def full() -> None:
-    """Blocks of as many keys as a tile has, read by the tensor memory accelerator."""
-    layer(131, 211, (16, 1, 128, 128), **LARGE, importance="probs", use_diff_topk=True)
-
-
-def means() -> None:
-    """Windows of keys and values, summed up as they are pooled."""
-    module = SparseAttention(
-        24, 24, 6, 5, 8, 8, 2, kv_heads=2, causal=True, compress_block_sliding_stride=4,
-        compress_mlp=MeanPool(), backend="triton",
-    ).to(DEVICE)  # fmt: skip
-    module(draw(2, 29, 24, dtype=torch.float32)).sum().backward()
-
-
-def wide() -> None:
-    layer(67, 67, (64, 1, 192, 128), importance="probs")
-
-
-PARTS = {
-    part.__name__: part
-    for part in (
-        causal, not_causal, groups_of_tokens, unaligned, gates, documents, ragged, alike, rows,
-        little, pages, means, *((full, wide) if CUDA else ()), *((hopper,) if HOPPER else ()),
+PARTS: dict[str, Callable[[], None]] = {
+    "causal": lambda: layer(21, 53, importance="probs"),
+    "unshared": lambda: layer(1, 29, query_heads_share_selected_kv=False),
+    "one token": lambda: layer(1, 1),
+    "forced": lambda: layer(9, 13, num_selected_blocks=0),
+    "not causal": lambda: layer(19, 19, causal=False, interpolated_importance_score=True),
+    # and local blocks in the window's launch
+    "stride": lambda: layer(33, 33, selection_stride=4, recompute=True, sliding_window_size=17),
+    # rows that the tensor memory accelerator cannot read
+    "unaligned": lambda: layer(23, 29, (3, 1, 17, 19)),
+    "gates": lambda: layer(23, 29, use_diff_topk=True, num_selected_blocks=2),
+    "gates of probs": lambda: layer(
+        23, 23, use_diff_topk=True, importance="probs", selection_stride=4, num_selected_blocks=2
+    ),
+    "documents": lambda: packed(importance="probs", use_diff_topk=True),
+    "documents, not causal": lambda: packed(causal=False),
+    **{part.__name__: part for part in (chunks, ragged, unions, cached, means)},
+}
+if CUDA:
+    # blocks of as many keys as a tile has, read by the tensor memory accelerator
+    PARTS["full"] = lambda: layer(
+        131, 211, (16, 1, 128, 128), **LARGE, importance="probs", use_diff_topk=True
     )
-}  # fmt: skip
+    PARTS["wide"] = lambda: layer(67, 67, (64, 1, 192, 128), importance="probs")
+if HOPPER:
+    PARTS["hopper"] = hopper
 
 
-def here(parts: list[str]) -> set[str]:
+def launch_here(parts: Iterable[str]) -> set[str]:
     """The kernels that these parts launch."""
     launched = watch()
     for part in parts:
@@ -261,8 +233,7 @@ def here(parts: list[str]) -> set[str]:
     return launched
 
 
-def elsewhere(part: str) -> set[str]:
-    """The same, of a part in a process of its own."""
+def launch_in_process(part: str) -> set[str]:
     began = time.monotonic()
     done = subprocess.run([sys.executable, __file__, part], stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -280,14 +251,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.parts:
-        print(json.dumps(sorted(here(args.parts))))
+        print(json.dumps(sorted(launch_here(args.parts))))
         return
     if args.jobs:
         with ThreadPoolExecutor(args.jobs) as pool:
             # those that take longest come last
-            launched = set().union(*pool.map(elsewhere, reversed(PARTS)))
+            launched = set().union(*pool.map(launch_in_process, reversed(PARTS)))
     else:
-        launched = here(list(PARTS))
+        launched = launch_here(PARTS)
     missing = {name for name, _ in all_kernels()} - launched
     if missing:
         raise SystemExit(f"never launched: {', '.join(sorted(missing))}")

@@ -47,19 +47,16 @@ def test_add_up(B, K, D, E, parts, dtype):
 
 
 def test_in_place():
-    """What there is for some keys is added to one share of all keys."""
+    """One partial of all keys is not copied: others, if any, are added to it."""
     k, v, (first, *others) = draw(2, 2, 16, 24, (1, 37), (3, 12))
-    dk, dv = reduce.reduce_partials([first, *others], k, v)
-    assert dk.data_ptr() == first[0].data_ptr() and dv.data_ptr() == first[1].data_ptr()
+    for inputs in ([first], [first, *others]):
+        dk, dv = reduce.reduce_partials(inputs, k, v)
+        assert dk.data_ptr() == first[0].data_ptr() and dv.data_ptr() == first[1].data_ptr()
     _, other = reduce.reduce_partials([first, *others], k, v, torch.float16)
     assert other.data_ptr() != first[1].data_ptr()
 
 
-def test_nothing_to_add():
-    """One share of all keys is what there is, and is not copied; no keys have no gradient."""
-    k, v, [part] = draw(2, 2, 16, 16, (1, 37))
-    dk, dv = reduce.reduce_partials([part], k, v)
-    assert dk.data_ptr() == part[0].data_ptr() and dv.data_ptr() == part[1].data_ptr()
-    empty = [t[:, :, :0] for t in part]
-    dk, dv = reduce.reduce_partials([(empty[0], empty[1])], k[:, :0], v[:, :0], torch.bfloat16)
+def test_no_keys():
+    k, v, [(dk, dv)] = draw(2, 2, 16, 16, (1, 0))
+    dk, dv = reduce.reduce_partials([(dk, dv)], k[:, :0], v[:, :0], torch.bfloat16)
     assert dk.shape == (2, 0, 2, 16) and dk.dtype == dv.dtype == torch.bfloat16
