@@ -537,7 +537,7 @@ def plan(kernel: str, call: Facts, _tuning: Any) -> Plan:
     )
     tokens, wide = tile.block_m // groups, launch.has_wide_offsets(call.q, call.k, call.v)
     wide |= B * T * H * max(D, E) >= 1 << 31
-    tma = False
+    tma, prefix, lengths = False, NO_PREFIX, {}
     if kernel == "dkv":
         blocks = cdiv(N, tile.block_n)
         seeing = T if kv_range.wide else min(T, kv_range.reach + tile.block_n)
@@ -549,9 +549,9 @@ def plan(kernel: str, call: Facts, _tuning: Any) -> Plan:
         # not in float32: its products take far longer than its loads
         tma = dtype.itemsize < 4 and tile.block_n <= launch.MAX_BOX_ROWS
         tma = tma and launch.supports_tma(call.k, call.v)
-    prefix = NO_PREFIX
-    if call.prefix is not None:
-        prefix = CAUSAL_PREFIX if kv_range.causal_prefix else OPEN_PREFIX
+        lengths = dict(P=0 if call.prefix is None else call.prefix[0].shape[1])
+        if call.prefix is not None:
+            prefix = CAUSAL_PREFIX if kv_range.causal_prefix else OPEN_PREFIX
     settings = Settings(
         groups, D, E, launch.padded(D), launch.padded(E), tile.block_m, tile.block_n, kv_range.kind,
         call.inner is not None, prefix.value, kv_range.starts, kv_range.documents,
@@ -559,7 +559,7 @@ def plan(kernel: str, call: Facts, _tuning: Any) -> Plan:
         flipped,
     )  # fmt: skip
     options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
-    return Plan(grid, dict(F=settings, kv_range=call.numbers(), **options))
+    return Plan(grid, dict(F=settings, kv_range=call.numbers(), **lengths, **options))
 
 
 def arguments(
@@ -569,17 +569,16 @@ def arguments(
     v: Tensor,
     kv_range: KVRange,
     prefix: tuple[Tensor, Tensor] | None = None,
-    has_prefix: bool = True,
 ) -> dict[str, Any]:
     """Arguments of all three kernels; q stands in for a missing prefix."""
     F = at.args["F"]
     keys, values = (launch.box(t, F.BLOCK_N) if F.TMA else strided(t) for t in (k, v))
-    pk, pv = prefix or (q, q)
-    prefix_args = dict(pk=strided(pk), pv=strided(pv), P=0 if prefix is None else pk.shape[1])
+    pk, pv = (strided(t) for t in prefix or (q, q))
     return dict(
         q=strided(q), k=keys, v=values, starts=kv_range.starts, documents=kv_range.documents,
         start=kv_range.start, T=q.shape[1], N=k.shape[1], K=k.shape[2],
-        cap=launch.cap(kv_range.soft_cap), **at.args, **(prefix_args if has_prefix else {}),
+        cap=launch.cap(kv_range.soft_cap), **at.args,
+        **(dict(pk=pk, pv=pv) if "P" in at.args else {}),
     )  # fmt: skip
 
 
@@ -624,23 +623,9 @@ def forward(
     return *outputs, *inner_outputs
 
 
-def plan_backward(
-    kernel: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_range: KVRange,
-    scale: float,
-    bwd: BackwardInputs,
-    inner: tuple[KVRange, BackwardInputs] | None,
-    prefix: tuple[Tensor, Tensor] | None = None,
-    add: bool = False,
-) -> tuple[Plan, Rows]:
-    inner_range, inner_bwd = inner or (None, None)
-    call = facts(q, k, v, kv_range, scale, inner_range, prefix, gated=bwd.gated, add=add)
-    inner_rows = (None, None) if inner_bwd is None else (inner_bwd.lse, inner_bwd.delta)
-    rows = Rows(bwd.d_out, bwd.lse, bwd.delta, *inner_rows)
-    return plan(kernel, call, launch.tuning()), rows
+def backward_rows(bwd: BackwardInputs, inner: BackwardInputs | None) -> Rows:
+    inner_rows = (None, None) if inner is None else (inner.lse, inner.delta)
+    return Rows(bwd.d_out, bwd.lse, bwd.delta, *inner_rows)
 
 
 def backward_q(
@@ -656,8 +641,9 @@ def backward_q(
 ) -> None:
     """Add to dq. With an `inner` range and its backward inputs, also add through its local blocks
     and the keys before its floor."""
-    dq_out, add = dq.next_launch()
-    at, rows = plan_backward("dq", q, k, v, kv_range, scale, bwd, inner, prefix, add)
+    (inner_range, inner_bwd), (dq_out, add) = inner or (None, None), dq.next_launch()
+    call = facts(q, k, v, kv_range, scale, inner_range, prefix, gated=bwd.gated, add=add)
+    at, rows = plan("dq", call, launch.tuning()), backward_rows(bwd, inner_bwd)
     if at.is_sm90:
         from . import flash_sm90
 
@@ -681,7 +667,9 @@ def backward_kv(
     inner: tuple[KVRange, BackwardInputs] | None = None,
 ) -> Partials:
     """Partial dk and dv; with `inner` also through its local blocks, without the prefix."""
-    at, rows = plan_backward("dkv", q, k, v, kv_range, scale, bwd, inner)
+    inner_range, inner_bwd = inner or (None, None)
+    call = facts(q, k, v, kv_range, scale, inner_range, gated=bwd.gated)
+    at, rows = plan("dkv", call, launch.tuning()), backward_rows(bwd, inner_bwd)
     dk, dv = (t.new_empty(at.grid[-1], *t.shape, dtype=torch.float32) for t in (k, v))
     if at.is_sm90:
         from . import flash_sm90
@@ -692,9 +680,8 @@ def backward_kv(
         )  # fmt: skip
     else:
         launcher(nsa_flash_dkv, at.grid)(
-            **arguments(at, q, k, v, kv_range, has_prefix=False), rows=rows, dk=dk, dv=dv,
-            scale=scale,
-        )  # fmt: skip
+            **arguments(at, q, k, v, kv_range), rows=rows, dk=dk, dv=dv, scale=scale
+        )
     return dk, dv
 
 

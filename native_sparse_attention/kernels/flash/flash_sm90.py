@@ -52,6 +52,15 @@ from ..common.primitives import BEHIND, CAUSAL_WINDOW, LARGEST_BOUND, LOCAL_BLOC
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a consumer
 KEYS = gl.constexpr(64)  # of a block
+# width of heads. For 64, ptxas 12.8 overwrites registers of d_out that the dq loop reads again
+D = gl.constexpr(128)
+# layouts of logits [ROWS, KEYS], of their rows, and of accumulators [ROWS, D]
+LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 16]))
+ROW = gl.constexpr(gl.SliceLayout(1, LOGITS.value))
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D.value, 16]))
+# left operands from registers: of products with keys or queries, and with values
+QUERY = gl.constexpr(gl.DotOperandLayout(0, LOGITS.value, 2))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
 THREADS = gl.constexpr(32 * (4 * CONSUMERS + 1))
 
 # named barriers after those of the stages: consumers release the queries; the dq buffer
@@ -205,52 +214,42 @@ def read_rows(t, smem, bar, b, token, head):
 
 
 @gluon.jit
-def read_blocks(boxes, memory, turn, b, h, blocks, F: gl.constexpr):
-    """Load a tile's KV blocks, and those of a prefix, into the stages of the ring buffer as
-    consumers release them."""
-    k, v = boxes.k, boxes.v
-    BYTES: gl.constexpr = KEYS * (k.block_shape[3] + v.block_shape[3]) * 2
-    num_local, num_outer = blocks.num_local, blocks.num_outer
-    for j in range(0, num_local + num_outer + blocks.num_initial):
-        block = blocks.local + j
-        block = gl.where(j >= num_local, blocks.begin + j - num_local, block)
-        block = gl.where(j >= num_local + num_outer, j - num_local - num_outer, block)
-        slot = turn % F.STAGES
-        if turn >= F.STAGES:
-            named_barrier("sync", slot, THREADS)
-        bar = memory.full.index(slot)
-        mbarrier.expect(bar, BYTES)
-        if F.PREFIX:
-            is_prefix = j >= num_local + num_outer
-            at = [b * boxes.each, block * KEYS, h, 0]
-            load_box(boxes.pk, at, bar, memory.k.index(slot), pred=is_prefix)
-            load_box(boxes.pv, at, bar, memory.v.index(slot), pred=is_prefix)
-        else:
-            is_prefix = False
-        at = [b, block * KEYS, h, 0]
-        load_box(k, at, bar, memory.k.index(slot), pred=not is_prefix)
-        load_box(v, at, bar, memory.v.index(slot), pred=not is_prefix)
-        turn += 1
-    return turn
-
-
-@gluon.jit
 def produce(boxes, call, memory, F: gl.constexpr, BACKWARD: gl.constexpr):
-    """The producer warp. BACKWARD: it also loads d_out and, with ADD, dq after the blocks."""
-    BYTES: gl.constexpr = CONSUMERS * ROWS * boxes.q.block_shape[3] * 2
+    """The producer warp. It loads a tile's queries, then its KV blocks and those of a prefix into
+    the stages of the ring buffer, as consumers release them. BACKWARD: it also loads d_out and,
+    with ADD, dq after the blocks."""
+    BYTES: gl.constexpr = CONSUMERS * ROWS * D * 2
     TOKENS: gl.constexpr = CONSUMERS * ROWS // F.G
     q_bar = memory.q_bar.index(0)
     turn = 0
     for iteration in range(0, num_work_tiles(call.tiles * call.B * F.K)):
         tile, b, h = tile_position(iteration, call, F.K)
-        blocks = blocks_of(tile, call, TOKENS, F)
+        local, num_local, begin, num_outer, num_initial = blocks_of(tile, call, TOKENS, F)
         if iteration > 0:
             named_barrier("sync", QUERIES, THREADS)
         mbarrier.expect(q_bar, 2 * BYTES if BACKWARD else BYTES)
         read_rows(boxes.q, memory.q, q_bar, b, tile * TOKENS, h * F.G)
         if BACKWARD:
             read_rows(boxes.d_out, memory.d_out, q_bar, b, tile * TOKENS, h * F.G)
-        turn = read_blocks(boxes, memory, turn, b, h, blocks, F)
+        for j in range(0, num_local + num_outer + num_initial):
+            block = local + j
+            block = gl.where(j >= num_local, begin + j - num_local, block)
+            block = gl.where(j >= num_local + num_outer, j - num_local - num_outer, block)
+            slot = turn % F.STAGES
+            if turn >= F.STAGES:
+                named_barrier("sync", slot, THREADS)
+            bar = memory.full.index(slot)
+            mbarrier.expect(bar, KEYS * D * 4)
+            is_prefix = False
+            if F.PREFIX:
+                is_prefix = j >= num_local + num_outer
+                at = [b * boxes.each, block * KEYS, h, 0]
+                load_box(boxes.pk, at, bar, memory.k.index(slot), pred=is_prefix)
+                load_box(boxes.pv, at, bar, memory.v.index(slot), pred=is_prefix)
+            at = [b, block * KEYS, h, 0]
+            load_box(boxes.k, at, bar, memory.k.index(slot), pred=not is_prefix)
+            load_box(boxes.v, at, bar, memory.v.index(slot), pred=not is_prefix)
+            turn += 1
         if F.ADD:
             if iteration > 0:
                 named_barrier("sync", ADDED, THREADS)
@@ -271,10 +270,7 @@ def process_blocks(
 ):  # fmt: skip
     """Fold `count` blocks into a running softmax; see `primitives.scaled_step`."""
     STAGES: gl.constexpr = memory.k.shape[0]
-    D: gl.constexpr = memory.k.shape[4]
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    zero = gl.zeros([ROWS, KEYS], gl.float32, S)
+    zero = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
     for j in range(0, count):
         slot = turn % STAGES
         mbarrier.wait(memory.full.index(slot), (turn // STAGES) & 1)
@@ -283,7 +279,7 @@ def process_blocks(
         s = warpgroup_mma_wait(0, deps=[s])
         n0 = (first + j) * KEYS
         if (n0 < all_lo) | (n0 + KEYS > all_hi):
-            n = n0 + gl.arange(0, KEYS, gl.SliceLayout(0, S))
+            n = n0 + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))
             s = gl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
         if BY_BOUND:
             p = gl.exp2(s * scale_log2 - m[:, None])
@@ -293,7 +289,7 @@ def process_blocks(
             origin = gl.where(m == float("-inf"), 0.0, m)
             p, alpha = gl.exp2(s * scale_log2 - origin[:, None]), gl.exp2(m_old - origin)
             l = l * alpha
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
         l += gl.sum(p, 1)
         v_tile = memory.v.index(slot).reshape([KEYS, D])
         left = gl.convert_layout(p.to(memory.k.dtype), LEFT)
@@ -325,7 +321,7 @@ def write(out, lse, smem, acc, m, l, at, row, real):
     """Write out and natural lse of a consumer's rows."""
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
-    inverse_l = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc.type.layout))
+    inverse_l = gl.convert_layout(1.0 / l, gl.SliceLayout(1, ACC))
     tma.store_wait(0)  # the previous contents are written
     smem.reshape(acc.shape).store((acc * inverse_l[:, None]).to(smem.dtype))
     fence_async_shared()
@@ -338,10 +334,6 @@ def write(out, lse, smem, acc, m, l, at, row, real):
 def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
     """One consumer warpgroup. It subtracts row bounds from the logits if they are small enough. Of
     the two code paths, with and without bounds, one processes no blocks."""
-    D: gl.constexpr = memory.k.shape[4]
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, S)
     i, scale_log2, floor = gl.arange(0, ROWS, ROW), call.scale, call.inner_floor
     turn = 0
     if F.BOUNDED:
@@ -361,7 +353,7 @@ def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.co
             keys = gl.maximum(hi - local_lo, 0) + gl.minimum(position + 1, floor)
 
         mbarrier.wait(memory.q_bar.index(0), iteration & 1)
-        q = memory.q.index(CONSUMER).reshape([ROWS, D]).load(gl.DotOperandLayout(0, S, 2))
+        q = memory.q.index(CONSUMER).reshape([ROWS, D]).load(QUERY)
         m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         is_bounded = False
         if F.BOUNDED:
@@ -455,10 +447,7 @@ def process_dq_blocks(
     """Add the contribution of `count` blocks to dq. BOTH: of both softmaxes; the other one covers
     the keys from `other_lo` on."""
     STAGES: gl.constexpr = memory.k.shape[0]
-    D: gl.constexpr = memory.k.shape[4]
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    zero = gl.zeros([ROWS, KEYS], gl.float32, S)
+    zero = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
     for j in range(0, count):
         slot = turn % STAGES
         mbarrier.wait(memory.full.index(slot), (turn // STAGES) & 1)
@@ -468,7 +457,7 @@ def process_dq_blocks(
         dp = warpgroup_mma(d_out, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         s, dp = warpgroup_mma_wait(0, deps=[s, dp])
         n0 = (first + j) * KEYS
-        n = n0 + gl.arange(0, KEYS, gl.SliceLayout(0, S))
+        n = n0 + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))
         if (n0 < all_lo) | (n0 + KEYS > all_hi):
             s = gl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
         ds = probabilities(s, scale_log2, lse[:, None], delta[:, None], GATED)
@@ -502,12 +491,8 @@ def load_lse_delta(iteration, i, call, rows, CONSUMER: gl.constexpr, F: gl.const
 @gluon.jit
 def consume_dq(dq, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
     """One consumer warpgroup."""
-    D: gl.constexpr = memory.k.shape[4]
     TOKENS: gl.constexpr = CONSUMERS * ROWS // F.G
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-    i, scale_log2 = gl.arange(0, ROWS, gl.SliceLayout(1, S)), call.scale * 1.4426950408889634
+    i, scale_log2 = gl.arange(0, ROWS, ROW), call.scale * 1.4426950408889634
     turn = 0
     next_rows = load_lse_delta(0, i, call, rows, CONSUMER, F)
     for iteration in range(0, num_work_tiles(call.tiles * call.B * F.K)):
@@ -516,8 +501,8 @@ def consume_dq(dq, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
         lo, hi, all_lo, all_hi = visible_range(x.position, x.first, x.last, call, F.KIND)
         lse, delta, other_lse, other_delta = next_rows
         mbarrier.wait(memory.q_bar.index(0), iteration & 1)
-        q = memory.q.index(CONSUMER).reshape([ROWS, D]).load(LEFT)
-        d_out = memory.d_out.index(CONSUMER).reshape([ROWS, D]).load(LEFT)
+        q = memory.q.index(CONSUMER).reshape([ROWS, D]).load(QUERY)
+        d_out = memory.d_out.index(CONSUMER).reshape([ROWS, D]).load(QUERY)
         fence_async_shared()  # TMA may overwrite q and d_out after these loads
         named_barrier("arrive", QUERIES, THREADS)
         # prefetch for the next work tile
@@ -641,7 +626,6 @@ def query_tile_range(n0, kv_range, F: gl.constexpr):
 def produce_dkv(q, d_out, k, v, rows, T, n0, b, h, begin, end, memory, F: gl.constexpr):
     """The producer warp. With INNER it loads lse and delta of both softmaxes."""
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    D: gl.constexpr = q.block_shape[3]
     TOKENS: gl.constexpr = ROWS // F.G
     row = gl.arange(0, ROWS, LANES)
     mbarrier.expect(memory.kv_bar.index(0), CONSUMERS * KEYS * D * 4)
@@ -699,18 +683,17 @@ def accumulate(
     position `at`; `bounds` are the keys' `visible_positions`. LOCAL: of both softmaxes."""
     M: gl.constexpr = q_tile.shape[0]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    ROW: gl.constexpr = gl.SliceLayout(0, S)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
     KEY: gl.constexpr = gl.SliceLayout(1, S)
     dtype: gl.constexpr = q_tile.dtype
     first, end, local_end = bounds
-    lse = rows.index(slot * 4).slice(first_row, M, 0).load(ROW)
-    delta = rows.index(slot * 4 + 1).slice(first_row, M, 0).load(ROW)
+    lse = rows.index(slot * 4).slice(first_row, M, 0).load(COLUMN)
+    delta = rows.index(slot * 4 + 1).slice(first_row, M, 0).load(COLUMN)
     zero = gl.zeros([KEYS, M], gl.float32, S)
     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     s, dp = warpgroup_mma_wait(0, deps=[s, dp])
-    position = at + (first_row + gl.arange(0, M, ROW)) // F.G
+    position = at + (first_row + gl.arange(0, M, COLUMN)) // F.G
     if masked:
         lo, hi = gl.convert_layout(first, KEY), gl.convert_layout(end, KEY)
         sees = (position[None] >= lo[:, None]) & (position[None] < hi[:, None])
@@ -718,8 +701,8 @@ def accumulate(
     p = probabilities(s, scale_log2, lse[None], delta[None], F.GATED)
     ds = p * (dp - delta[None])
     if LOCAL:
-        lse = rows.index(slot * 4 + 2).slice(first_row, M, 0).load(ROW)
-        delta = rows.index(slot * 4 + 3).slice(first_row, M, 0).load(ROW)
+        lse = rows.index(slot * 4 + 2).slice(first_row, M, 0).load(COLUMN)
+        delta = rows.index(slot * 4 + 3).slice(first_row, M, 0).load(COLUMN)
         hi = gl.convert_layout(local_end, KEY)
         s = gl.where(position[None] < hi[:, None], s, float("-inf"))
         local_p = probabilities(s, scale_log2, lse[None], delta[None], F.GATED)
@@ -733,8 +716,6 @@ def accumulate(
 @gluon.jit
 def consume_dkv(dk, dv, n0, b, h, tiles, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
     """One consumer warpgroup."""
-    D: gl.constexpr = memory.q.shape[4]
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     begin, end, full_tile, full_end = tiles
     N, B = call.N, call.B
     scale_log2 = call.scale * 1.4426950408889634
@@ -812,9 +793,6 @@ STAGES, REGISTERS = {"forward": 4, "dq": 3, "dkv": 3}, 240
 FEWER_REGISTERS, AVERAGE_REGISTERS = 160, 120
 # the fewest query tiles per split of dk and dv, if the splits fill the GPU
 MIN_SPLIT_TILES = 64
-# head dimensions. For 64, ptxas 12.8 overwrites registers of d_out that the dq loop reads again;
-# `tests/scripts/compile_kernels.py` checks for this
-WIDTHS = (128,)
 # the fewest query tiles per multiprocessor: 3.9 were measured faster; with fewer tiles, programs of
 # half the rows use more multiprocessors
 MIN_TILES = 3
@@ -837,7 +815,7 @@ def is_supported(kernel: str, call: Any) -> bool:
     kinds = kv_range.kind in (BEHIND.value, CAUSAL_WINDOW.value, LOCAL_BLOCKS.value)
     plain = not (call.sinks or kv_range.starts or kv_range.documents or kv_range.soft_cap)
     nested = inner is None or (not inner.starts and kv_range.kind == CAUSAL_WINDOW.value)
-    sizes = q.dtype.itemsize == 2 and q.shape[-1] == v.shape[-1] in WIDTHS
+    sizes = q.dtype.itemsize == 2 and q.shape[-1] == v.shape[-1] == D.value
     whole = 0 < call.groups <= ROWS.value and ROWS.value % call.groups == 0
     if forced is False or tiled or not (kinds and plain and nested and sizes and whole):
         return False
@@ -896,8 +874,8 @@ def run(
 ) -> None:
     """Launch a kernel on queries from position `start` on; `boxes` are tensors shaped like q. Of a
     prefix that all sequences share it reads the first sequence's."""
-    groups, D = at.args["F"].G, q.shape[-1]
-    query_box, key_box = [1, ROWS.value // groups, groups, D], [1, KEYS.value, 1, D]
+    groups, width = at.args["F"].G, D.value
+    query_box, key_box = [1, ROWS.value // groups, groups, width], [1, KEYS.value, 1, width]
     args |= {name: launch.gluon_box(t, query_box) for name, t in dict(q=q, **boxes).items()}
     args |= {name: launch.gluon_box(t, key_box) for name, t in dict(k=k, v=v).items()}
     if prefix is not None:
