@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -173,7 +174,7 @@ def rotate(
     start: int,
     factor: float,
 ) -> list[Tensor]:
-    """Tensors [b h n d], rotated two per launch: see `ops.rotary`."""
+    """Tensors [b h n d], rotated two per launch: see `ops.triton.elementwise`."""
     outs = [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in tensors]
     angles, has_positions = angle_arguments(freqs, starts, positions), positions is not None
     for i in range(0, len(tensors), 2):
@@ -192,28 +193,18 @@ def rotate(
 
 
 def backward(
-    dq: Tensor,
-    dcq: Tensor,
-    dk: Tensor,
-    dck: Tensor,
-    dv: Tensor,
-    dcv: Tensor,
-    freqs: Tensor,
-    positions: Tensor | None,
-    start: int,
-    factor: float,
+    grads: Sequence[Tensor], freqs: Tensor, positions: Tensor | None, start: int, factor: float
 ) -> Tensor:
-    """The gradient [b n (h + 2 k) d] of the projection, from the gradients [b h n d] of queries and
-    [b k n d] of keys and values: see `ops.triton.rotary`."""
-    (B, H, T, D), K = dq.shape, dk.shape[1]
-    out = dq.new_empty(B, T, (H + 2 * K) * D)
+    """The gradient [b n (h + 2 k) d] of the projection, from the gradients dq, dcq [b h n d], dk,
+    dck, dv and dcv [b k n d]: see `ops.triton.elementwise`."""
+    (B, H, T, D), K = grads[0].shape, grads[2].shape[1]
+    out = grads[0].new_empty(B, T, (H + 2 * K) * D)
     if out.numel() == 0:
         return out
-    has_positions = positions is not None
+    angles, has_positions = angle_arguments(freqs, None, positions), positions is not None
     grid, settings = plan(B, T, H, K, D, 3, 2 * len(freqs), False, has_positions, True)
     launcher(nsa_rotary_bwd, grid)(
-        *map(head_strided, (dq, dcq, dk, dck, dv, dcv)), out,
-        angle_arguments(freqs, None, positions), start, float(factor), T, H, K, F=settings,
+        *map(head_strided, grads), out, angles, start, float(factor), T, H, K, F=settings,
         num_warps=4,
     )  # fmt: skip
     return out

@@ -71,7 +71,7 @@ Range = namedtuple("Range", "floor reach stride inner_floor inner_reach inner_st
 # `launch.BackwardInputs` [B T H ..], and lse and delta of the local blocks
 Rows = namedtuple("Rows", "d_out lse delta inner_lse inner_delta")
 # out [B T H E] and lse [B T H], and those of the local blocks
-Outputs = namedtuple("Outputs", "out lse inner_out inner_lse")
+Outputs = namedtuple("Outputs", "out lse inner_out inner_lse", defaults=(None, None))
 # compile-time settings of the three kernels
 Settings = namedtuple(
     "Settings",
@@ -477,6 +477,8 @@ def nsa_flash_dkv(
 
 # launches
 
+KERNELS = {"forward": nsa_flash_fwd, "dq": nsa_flash_dq, "dkv": nsa_flash_dkv}
+
 
 class Facts(NamedTuple):
     """What a plan depends on. `gated` and `add` are of the backward."""
@@ -562,23 +564,30 @@ def plan(kernel: str, call: Facts, _tuning: Any) -> Plan:
     return Plan(grid, dict(F=settings, kv_range=call.numbers(), **lengths, **options))
 
 
-def arguments(
+def run(
+    kernel: str,
     at: Plan,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     kv_range: KVRange,
     prefix: tuple[Tensor, Tensor] | None = None,
-) -> dict[str, Any]:
-    """Arguments of all three kernels; q stands in for a missing prefix."""
+    **args: Any,
+) -> None:
+    """Launch a planned kernel; q stands in for a missing prefix."""
+    if at.is_sm90:
+        from . import flash_sm90
+
+        flash_sm90.run(kernel, at, q, k, v, kv_range.start, prefix, **args)
+        return
     F = at.args["F"]
     keys, values = (launch.box(t, F.BLOCK_N) if F.TMA else strided(t) for t in (k, v))
-    pk, pv = (strided(t) for t in prefix or (q, q))
-    return dict(
+    if "P" in at.args:
+        args["pk"], args["pv"] = (strided(t) for t in prefix or (q, q))
+    launcher(KERNELS[kernel], at.grid)(
         q=strided(q), k=keys, v=values, starts=kv_range.starts, documents=kv_range.documents,
         start=kv_range.start, T=q.shape[1], N=k.shape[1], K=k.shape[2],
-        cap=launch.cap(kv_range.soft_cap), **at.args,
-        **(dict(pk=pk, pv=pv) if "P" in at.args else {}),
+        cap=launch.cap(kv_range.soft_cap), **at.args, **args,
     )  # fmt: skip
 
 
@@ -603,24 +612,15 @@ def forward(
         q, k, v, kv_range, scale, inner, prefix,
         sinks=sinks is not None or inner_sinks is not None, bounded=norms is not None,
     )  # fmt: skip
-    at, outputs = plan("forward", call, launch.tuning()), launch.empty_outputs(q, v)
-    inner_outputs = () if inner is None else launch.empty_outputs(q, v)
-    results = Outputs(*outputs, *(inner_outputs or (None, None)))
-    if at.is_sm90:
-        from . import flash_sm90
-
-        flash_sm90.run(
-            flash_sm90.nsa_flash_fwd_sm90, at, q, k, v, kv_range.start, prefix,
-            dict(out=outputs[0], inner_out=(inner_outputs or outputs)[0]),
-            rows=flash_sm90.ForwardRows(results.lse, results.inner_lse, norms),
-            scale_log2=scale * LOG2_E,
-        )  # fmt: skip
-    else:
-        launcher(nsa_flash_fwd, at.grid)(
-            **arguments(at, q, k, v, kv_range, prefix), outputs=results, norms=norms, sinks=sinks,
-            inner_sinks=inner_sinks, scale_log2=scale * LOG2_E,
-        )  # fmt: skip
-    return *outputs, *inner_outputs
+    at, results = plan("forward", call, launch.tuning()), launch.empty_outputs(q, v)
+    if inner is not None:
+        results += launch.empty_outputs(q, v)
+    args: dict[str, Any] = {} if at.is_sm90 else dict(sinks=sinks, inner_sinks=inner_sinks)
+    run(
+        "forward", at, q, k, v, kv_range, prefix, outputs=Outputs(*results), norms=norms,
+        scale_log2=scale * LOG2_E, **args,
+    )  # fmt: skip
+    return results
 
 
 def backward_rows(bwd: BackwardInputs, inner: BackwardInputs | None) -> Rows:
@@ -644,17 +644,7 @@ def backward_q(
     (inner_range, inner_bwd), (dq_out, add) = inner or (None, None), dq.next_launch()
     call = facts(q, k, v, kv_range, scale, inner_range, prefix, gated=bwd.gated, add=add)
     at, rows = plan("dq", call, launch.tuning()), backward_rows(bwd, inner_bwd)
-    if at.is_sm90:
-        from . import flash_sm90
-
-        flash_sm90.run(
-            flash_sm90.nsa_flash_dq_sm90, at, q, k, v, kv_range.start, prefix,
-            dict(d_out=rows.d_out, dq=dq_out), rows=rows, scale=scale,
-        )  # fmt: skip
-    else:
-        launcher(nsa_flash_dq, at.grid)(
-            **arguments(at, q, k, v, kv_range, prefix), rows=rows, dq=dq_out, scale=scale
-        )
+    run("dq", at, q, k, v, kv_range, prefix, rows=rows, dq=dq_out, scale=scale)
 
 
 def backward_kv(
@@ -671,17 +661,7 @@ def backward_kv(
     call = facts(q, k, v, kv_range, scale, inner_range, gated=bwd.gated)
     at, rows = plan("dkv", call, launch.tuning()), backward_rows(bwd, inner_bwd)
     dk, dv = (t.new_empty(at.grid[-1], *t.shape, dtype=torch.float32) for t in (k, v))
-    if at.is_sm90:
-        from . import flash_sm90
-
-        flash_sm90.run(
-            flash_sm90.nsa_flash_dkv_sm90, at, q, k, v, kv_range.start, None,
-            dict(d_out=rows.d_out), rows=rows, dk=dk, dv=dv, scale=scale,
-        )  # fmt: skip
-    else:
-        launcher(nsa_flash_dkv, at.grid)(
-            **arguments(at, q, k, v, kv_range), rows=rows, dk=dk, dv=dv, scale=scale
-        )
+    run("dkv", at, q, k, v, kv_range, rows=rows, dk=dk, dv=dv, scale=scale)
     return dk, dv
 
 

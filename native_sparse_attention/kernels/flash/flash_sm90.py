@@ -862,25 +862,35 @@ def plan(kernel: str, call: Any) -> Plan:
 
 
 def run(
-    kernel: Any,
+    kernel: str,
     at: Plan,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     start: int,
     prefix: tuple[Tensor, Tensor] | None,
-    boxes: dict[str, Tensor],
     **args: Any,
 ) -> None:
-    """Launch a kernel on queries from position `start` on; `boxes` are tensors shaped like q. Of a
-    prefix that all sequences share it reads the first sequence's."""
+    """Launch a planned kernel on queries from position `start` on. Of a prefix that all sequences
+    share it reads the first sequence's; other keys stand in for a missing one."""
+    tensors: dict[str, Tensor] = dict(q=q)
+    if kernel == "forward":
+        outputs = args.pop("outputs")
+        args["rows"] = ForwardRows(outputs.lse, outputs.inner_lse, args.pop("norms"))
+        tensors["out"] = outputs.out
+        tensors["inner_out"] = outputs.out if outputs.inner_out is None else outputs.inner_out
+    else:
+        tensors["d_out"] = args["rows"].d_out
+    if kernel == "dq":
+        tensors["dq"] = args["dq"]
     groups, width = at.args["F"].G, D.value
     query_box, key_box = [1, ROWS.value // groups, groups, width], [1, KEYS.value, 1, width]
-    args |= {name: launch.gluon_box(t, query_box) for name, t in dict(q=q, **boxes).items()}
-    args |= {name: launch.gluon_box(t, key_box) for name, t in dict(k=k, v=v).items()}
+    args |= {name: launch.gluon_box(t, query_box) for name, t in tensors.items()}
+    args["k"], args["v"] = (launch.gluon_box(t, key_box) for t in (k, v))
     if prefix is not None:
-        rows = (t if t.stride(0) else t[0][None] for t in prefix)
-        args["pk"], args["pv"] = (launch.gluon_box(t, key_box) for t in rows)
-    elif "P" in at.args:
-        args |= dict(pk=args["k"], pv=args["v"])
-    launcher(kernel, at.grid)(start=start, T=q.shape[1], N=k.shape[1], **args, **at.args)
+        first = (t if t.stride(0) else t[0][None] for t in prefix)
+        args["pk"], args["pv"] = (launch.gluon_box(t, key_box) for t in first)
+    elif kernel != "dkv":
+        args["pk"], args["pv"] = args["k"], args["v"]
+    kernels = {"forward": nsa_flash_fwd_sm90, "dq": nsa_flash_dq_sm90, "dkv": nsa_flash_dkv_sm90}
+    launcher(kernels[kernel], at.grid)(start=start, T=q.shape[1], N=k.shape[1], **args, **at.args)

@@ -82,7 +82,7 @@ def projected_heads_backward(dq, dcq, dk, dck, dv, dcv, freqs, positions, start,
     from ...kernels import rotary
 
     grads = unit_stride(dq, dcq, dk, dck, dv, dcv)
-    return rotary.backward(*grads, freqs, positions, start, factor)
+    return rotary.backward(grads, freqs, positions, start, factor)
 
 
 class Heads(NamedTuple):
