@@ -44,6 +44,8 @@ SIZES = dict(
     compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=32,
     num_selected_blocks=2, sliding_window_size=70, num_initial_blocks=1, num_local_blocks=2,
 )  # fmt: skip
+# windows of one token
+TOKENS = dict(importance="max", compress_block_size=1, compress_block_sliding_stride=1)
 
 
 class Driver:
@@ -194,19 +196,12 @@ def decode(capability):
     many = (64, 4, 128, 128)
     step(BF16, WIDE, importance="probs", T=16, soft_cap=2.0)
     step(BF16, (3, 1, 192, 128), T=4, interpolated_importance_score=True)
-    step(BF16, WIDE, importance="probs", T=2, B=1, counted=True)
-    for B in (1, 16):
-        step(FP32, (4, 4, 80, 40), num_selected_blocks=20, B=B)
-    step(BF16, many, B=1, counted=True)
-    step(BF16, many, B=8, page=256, interpolated_importance_score=True)
-    step(BF16, many, importance="max")
+    step(FP32, (4, 4, 80, 40), num_selected_blocks=20)
+    step(BF16, many, B=8, page=256, importance="probs", counted=True)
     sizes = dict(one_softmax=True, num_selected_blocks=8, num_local_blocks=8)
     step(BF16, many, **sizes)
-    tokens = dict(importance="max", compress_block_size=1, compress_block_sliding_stride=1)
-    for page, dtype in ((0, BF16), (256, BF16), (0, FP32)):
-        step(dtype, many, page=page, **sizes, **tokens)
-    step(FP32, (3, 1, 64, 40), B=1, T=2, soft_cap=2.0)
-    step(BF16, WIDE, B=1, page=256, importance="probs")
+    for dtype in (BF16, FP32):
+        step(dtype, many, page=256, **sizes, **TOKENS)
     for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):
         if launch.decode_bytes(H, 256, 4, T, s) <= launch.architecture().shared_memory:
             step(FP32, (H, 1, 256, 256), T=T, selection_block_size=s)
@@ -256,9 +251,8 @@ def ranking(capability):
     rank(FP16, (16, 1, 64), num_selected_blocks=16, selection_stride=4)
     rank(BF16, (8, 1, 128), num_selected_blocks=16, causal=False)
     rank(BF16, (16, 1, 128), selection_block_size=32)
-    tokens = dict(importance="max", compress_block_size=1, compress_block_sliding_stride=1)
     for dtype in (BF16, FP32):
-        rank(dtype, (16, 1, 128), **tokens)
+        rank(dtype, (16, 1, 128), **TOKENS)
 
 
 def selections(capability):

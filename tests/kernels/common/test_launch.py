@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -34,33 +35,27 @@ def test_rows_by_capability(monkeypatch, capability, name):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_size_has_a_tile(monkeypatch, name):
     monkeypatch.setattr(launch, "architecture", lambda: ARCHITECTURES[name])
-    for dtype in (torch.bfloat16, torch.float32):
-        for width in (16, 80, 128, 192, 256):
-            for groups in (1, 3, 16, 64):
-                found = [
-                    launch.flash_tile(kernel, wide, width, groups, dtype, keys)
-                    for kernel in ("forward", "dq", "dkv", "prefix.dkv")
-                    for wide in (True, False)
-                    for keys in (0, 1, 512, 513, 1025)
-                ]
-                found += [
-                    launch.key_major_tile(kernel, width, groups, dtype)
-                    for kernel in ("forward", "backward")
-                ]
-                found += [
-                    launch.query_major_tile(kernel, width, rows, dtype)
-                    for kernel in ("forward", "dq")
-                    for rows in (groups, launch.architecture().query_major_rows)
-                ]
-                found += [
-                    launch.topk_tile(*rule, dtype, interpolated)
-                    for rule in (("logits", width, groups, 16), ("probs", width, groups, 64))
-                    for interpolated in (False, True)
-                ]
-                for tile in found:
-                    assert tile.block_m >= groups
-                    sizes = (tile.block_m, tile.block_n, tile.num_warps)
-                    assert all(size & (size - 1) == 0 for size in sizes)
+    problems = itertools.product(
+        (torch.bfloat16, torch.float32), (16, 80, 128, 192, 256), (1, 3, 16, 64)
+    )
+    for dtype, width, groups in problems:
+        how = width, groups, dtype
+        flash = itertools.product(
+            ("forward", "dq", "dkv", "prefix.dkv"), (True, False), (0, 1, 512, 513, 1025)
+        )
+        found = [launch.flash_tile(kernel, wide, *how, keys) for kernel, wide, keys in flash]
+        found += [launch.key_major_tile(kernel, *how) for kernel in ("forward", "backward")]
+        for kernel, rows in itertools.product(
+            ("forward", "dq"), (groups, launch.architecture().query_major_rows)
+        ):
+            found.append(launch.query_major_tile(kernel, width, rows, dtype))
+        for rule, interpolated in itertools.product(("logits", "probs"), (False, True)):
+            n = 64 if rule == "probs" else 16
+            found.append(launch.topk_tile(rule, width, groups, n, dtype, interpolated))
+        for tile in found:
+            assert tile.block_m >= groups
+            sizes = (tile.block_m, tile.block_n, tile.num_warps)
+            assert all(size & (size - 1) == 0 for size in sizes)
 
 
 @not_of_3_4
