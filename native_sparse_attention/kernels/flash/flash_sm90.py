@@ -82,8 +82,11 @@ RingMemory = namedtuple("RingMemory", "k v q d_out rows kv_bar full")
 # and the count of initial or prefix blocks
 Blocks = namedtuple("Blocks", "local num_local begin num_outer num_initial")
 # a consumer's rows of a work tile and its KV blocks: first token, its position and the last one's;
-# position of each row, its offset in [B T H], and whether it exists
-TileRows = namedtuple("TileRows", "tile b h blocks token first last position row real")
+# position of each row, its offset in [B T H], and whether it exists; first key and end of each
+# row's KV range, and of the keys that all rows see
+TileRows = namedtuple(
+    "TileRows", "tile b h blocks token first last position row real lo hi all_lo all_hi"
+)
 # lse [B T H] of the local blocks as well, and norms [B K] of the keys
 ForwardRows = namedtuple("ForwardRows", "lse inner_lse norms")
 # compile-time settings of the three kernels
@@ -142,21 +145,6 @@ def local_start(position, kv_range):
 
 
 @gluon.jit
-def visible_range(position, first, last, kv_range, KIND: gl.constexpr):
-    """First key and end of each position's KV range; first key and end of the keys that all
-    positions from `first` to `last` see."""
-    N, floor, reach, stride = kv_range.N, kv_range.floor, kv_range.reach, kv_range.stride
-    if KIND == BEHIND:
-        lo, all_lo = position * 0, first * 0
-        hi, all_hi = gl.minimum(position // stride, N), gl.minimum(first // stride, N)
-    else:
-        lo = gl.maximum(window_start(position, reach, stride, KIND), floor)
-        all_lo = gl.maximum(window_start(last, reach, stride, KIND), floor)
-        hi, all_hi = gl.minimum(position + 1, N), gl.minimum(first + 1, N)
-    return lo, hi, all_lo, all_hi
-
-
-@gluon.jit
 def prefix_range(position, first, P, KIND: gl.constexpr):
     """End of the prefix keys that each position sees; end of those that all positions from `first`
     on see. The prefix of local blocks is causal, learned memory is not."""
@@ -195,6 +183,7 @@ def blocks_of(tile, kv_range, TOKENS: gl.constexpr, F: gl.constexpr):
 def consumer_rows(iteration, i, call, CONSUMER: gl.constexpr, F: gl.constexpr):
     """A consumer's rows i of a work tile."""
     TOKENS: gl.constexpr = ROWS // F.G
+    N, floor, reach, stride = call.N, call.floor, call.reach, call.stride
     tile, b, h = tile_position(iteration, call, F.K)
     blocks = blocks_of(tile, call, CONSUMERS * TOKENS, F)
     token = (tile * CONSUMERS + CONSUMER) * TOKENS
@@ -202,7 +191,16 @@ def consumer_rows(iteration, i, call, CONSUMER: gl.constexpr, F: gl.constexpr):
     row = (b * call.T + token + i // F.G).to(gl.int64) * (F.K * F.G) + h * F.G + i % F.G
     real = token + i // F.G < call.T
     first, last = call.start + token, call.start + token + TOKENS - 1
-    return TileRows(tile, b, h, blocks, token, first, last, position, row, real)
+    if F.KIND == BEHIND:
+        lo, all_lo = position * 0, first * 0
+        hi, all_hi = gl.minimum(position // stride, N), gl.minimum(first // stride, N)
+    else:
+        lo = gl.maximum(window_start(position, reach, stride, F.KIND), floor)
+        all_lo = gl.maximum(window_start(last, reach, stride, F.KIND), floor)
+        hi, all_hi = gl.minimum(position + 1, N), gl.minimum(first + 1, N)
+    return TileRows(
+        tile, b, h, blocks, token, first, last, position, row, real, lo, hi, all_lo, all_hi
+    )
 
 
 @gluon.jit
@@ -342,7 +340,7 @@ def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.co
     for iteration in range(0, num_work_tiles(call.tiles * call.B * F.K)):
         x = consumer_rows(iteration, i, call, CONSUMER, F)
         blocks, position = x.blocks, x.position
-        lo, hi, all_lo, all_hi = visible_range(position, x.first, x.last, call, F.KIND)
+        lo, hi, all_lo, all_hi = x.lo, x.hi, x.all_lo, x.all_hi
         keys = hi - lo
         if F.PREFIX:
             prefix_hi, prefix_all_hi = prefix_range(position, x.first, call.P, F.KIND)
@@ -497,8 +495,7 @@ def consume_dq(dq, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
     next_rows = load_lse_delta(0, i, call, rows, CONSUMER, F)
     for iteration in range(0, num_work_tiles(call.tiles * call.B * F.K)):
         x = consumer_rows(iteration, i, call, CONSUMER, F)
-        blocks = x.blocks
-        lo, hi, all_lo, all_hi = visible_range(x.position, x.first, x.last, call, F.KIND)
+        blocks, lo, hi, all_lo, all_hi = x.blocks, x.lo, x.hi, x.all_lo, x.all_hi
         lse, delta, other_lse, other_delta = next_rows
         mbarrier.wait(memory.q_bar.index(0), iteration & 1)
         q = memory.q.index(CONSUMER).reshape([ROWS, D]).load(QUERY)
