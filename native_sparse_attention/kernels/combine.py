@@ -49,12 +49,12 @@ def nsa_combine_bwd(outs, lses, gates, d_out, d_gates, delta, gated, ROWS, H, T,
         d_gate = tl.sum(tiles[branch].to(tl.float32) * do, 1)
         log, g = logs[branch], sizes[branch].to(tl.float32)
         tl.store(d_gates + row * 3 + branch, d_gate.to(d_gates.dtype.element_ty), mask=real)
-        at = branch * tl.cast(ROWS, tl.int64) + row
+        offset = branch * tl.cast(ROWS, tl.int64) + row
         bits = d_gate.to(tl.int32, bitcast=True) & -2 | (g < 0.0).to(tl.int32)
-        tl.store(delta + at, bits.to(tl.float32, bitcast=True), mask=real)
+        tl.store(delta + offset, bits.to(tl.float32, bitcast=True), mask=real)
         size = tl.log2(tl.where(g < 0.0, -g, g))
         tl.store(
-            gated + at, finite_log2(log) - tl.where(log == float("-inf"), 0.0, size), mask=real
+            gated + offset, finite_log2(log) - tl.where(log == float("-inf"), 0.0, size), mask=real
         )
 
 

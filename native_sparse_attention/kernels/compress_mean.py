@@ -42,8 +42,8 @@ def mean_rows(x, positions, out, b, h, w, W, T, F: tl.constexpr):
         is_token = (w < W) & (t >= 0) & (t < T)
         acc += load_rows(rows_ptr, t.to(tl.int64) * x.n, F.D, F.BLOCK_D, is_token).to(tl.float32)
         if F.POSITIONS:
-            at = positions.ptr + h * positions.h + i * positions.n + feature
-            position_sum += tl.load(at, mask=feature < F.D, other=0.0).to(tl.float32)
+            pointer = positions.ptr + h * positions.h + i * positions.n + feature
+            position_sum += tl.load(pointer, mask=feature < F.D, other=0.0).to(tl.float32)
     mean = (acc + position_sum[None]) / F.L
     store_rows(out, ((b * W + w) * F.K + h) * F.D, mean, F.D, F.BLOCK_D, w < W)
 
@@ -93,8 +93,8 @@ def sum_windows(d_out, dp, h, feature, B, W, F: tl.constexpr):
         rows = d_out.ptr + tl.cast(b, tl.int64) * d_out.b + h * d_out.h
         for w0 in range(0, W, WINDOWS):
             w = w0 + tl.arange(0, WINDOWS)
-            at = w.to(tl.int64)[:, None] * d_out.n + feature[None]
-            acc += tl.load(rows + at, mask=(w < W)[:, None] & (feature < F.D)[None], other=0.0)
+            offset = w.to(tl.int64)[:, None] * d_out.n + feature[None]
+            acc += tl.load(rows + offset, mask=(w < W)[:, None] & (feature < F.D)[None], other=0.0)
     grad = (tl.sum(acc, 0) / F.L).to(dp.dtype.element_ty)
     for i in range(0, F.L):
         tl.store(dp + (h * F.L + i) * F.D + feature, grad, mask=feature < F.D)

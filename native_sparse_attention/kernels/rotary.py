@@ -54,8 +54,8 @@ def rotate_rows(
         mask = (token < T) & (h < H)
         tiles += (load_rows(x.ptr + b * x.b, token * x.n + h * x.h, F.D, F.BLOCK_D, mask),)
         if ADD:
-            at = token * added.n + h * added.h
-            addends += (load_rows(added.ptr + b * added.b, at, F.D, F.BLOCK_D, mask),)
+            offset = token * added.n + h * added.h
+            addends += (load_rows(added.ptr + b * added.b, offset, F.D, F.BLOCK_D, mask),)
     angle = position[:, None] * freq[None]
     cos, sin = tl.cos(angle)[:, None], tl.sin(angle)[:, None]
     for i in tl.static_range(TILES):

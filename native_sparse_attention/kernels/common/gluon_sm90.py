@@ -116,11 +116,11 @@ def finish(
     feature = gl.arange(0, E, gl.SliceLayout(0, FLAT))
 
     # all loads come before the first store: no load is moved ahead of a store
-    at = row[:, None] * E + feature[None]
+    offset = row[:, None] * E + feature[None]
     mask = real[:, None]
     if ADD:
         stored_lse = gl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
-        stored_out = gl.load(out + at, mask=mask, other=0.0)
+        stored_out = gl.load(out + offset, mask=mask, other=0.0)
     if COMBINE:
         gate = combine.gates + b.to(gl.int64) * combine.b
         gate += row_token.to(gl.int64) * combine.t
@@ -128,8 +128,8 @@ def finish(
         gate_cmp = gl.load(gate, mask=real, other=0.0).to(gl.float32)
         gate_sel = gl.load(gate + combine.branch, mask=real, other=0.0).to(gl.float32)
         gate_win = gl.load(gate + 2 * combine.branch, mask=real, other=0.0).to(gl.float32)
-        cmp = gl.load(combine.cmp + at, mask=mask, other=0.0)
-        win = gl.load(combine.win + at, mask=mask, other=0.0)
+        cmp = gl.load(combine.cmp + offset, mask=mask, other=0.0)
+        win = gl.load(combine.win + offset, mask=mask, other=0.0)
 
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
@@ -146,9 +146,9 @@ def finish(
         w_sum = gl.where(none, 1.0, w_sum)
         acc = acc * (w / w_sum)[:, None] + stored_out.to(gl.float32) * (w_stored / w_sum)[:, None]
         log = gl.where(none, float("-inf"), top + gl.log2(w_sum))
-    gl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+    gl.store(out + offset, acc.to(out.dtype.element_ty), mask=mask)
     gl.store(lse + row, log * 0.6931471805599453, mask=real)
     if COMBINE:
         x = gate_sel[:, None] * acc + gate_cmp[:, None] * cmp.to(gl.float32)
         x += gate_win[:, None] * win.to(gl.float32)
-        gl.store(combine.out + at, x.to(combine.out.dtype.element_ty), mask=mask)
+        gl.store(combine.out + offset, x.to(combine.out.dtype.element_ty), mask=mask)

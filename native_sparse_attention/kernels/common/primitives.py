@@ -142,9 +142,9 @@ def load_rows(
     With ONCE the cache evicts them first."""
     d = tl.arange(0, BLOCK)
     exists = mask[:, None] if WIDTH == BLOCK else mask[:, None] & (d[None] < WIDTH)
-    at = base + offsets[:, None] + d[None]
+    pointers = base + offsets[:, None] + d[None]
     POLICY: tl.constexpr = "evict_first" if ONCE else ""
-    return tl.load(at, mask=exists, other=0.0, eviction_policy=POLICY)
+    return tl.load(pointers, mask=exists, other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -156,8 +156,8 @@ def load_keys(
     descriptor, rows are n0 and the following positions, and only rows outside the tensor are
     zeros."""
     if TMA:
-        at = tl.cast(b, tl.int32), tl.cast(n0, tl.int32), tl.cast(h, tl.int32)
-        tile = keys.load([at[0], at[1], at[2], 0])
+        corner = tl.cast(b, tl.int32), tl.cast(n0, tl.int32), tl.cast(h, tl.int32)
+        tile = keys.load([corner[0], corner[1], corner[2], 0])
         return tl.reshape(tile, [n.shape[0], BLOCK])
     else:
         base = keys + b * strides_b + h * strides_h
@@ -172,9 +172,9 @@ def store_rows(
     cache evicts them first."""
     d = tl.arange(0, BLOCK)
     exists = mask[:, None] if WIDTH == BLOCK else mask[:, None] & (d[None] < WIDTH)
-    at = base + offsets[:, None] + d[None]
+    pointers = base + offsets[:, None] + d[None]
     POLICY: tl.constexpr = "evict_first" if ONCE else ""
-    tl.store(at, value.to(base.dtype.element_ty), mask=exists, eviction_policy=POLICY)
+    tl.store(pointers, value.to(base.dtype.element_ty), mask=exists, eviction_policy=POLICY)
 
 
 @triton.jit

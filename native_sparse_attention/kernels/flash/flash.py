@@ -501,9 +501,9 @@ class Facts(NamedTuple):
         return self.q.shape[2] // max(self.k.shape[2], 1)
 
     def numbers(self) -> Range:
-        at, inner = self.kv_range, self.inner
+        kv_range, inner = self.kv_range, self.inner
         local = (0, 0, 1) if inner is None else (inner.floor, inner.reach, inner.stride)
-        return Range(at.floor, at.reach, at.stride, *local, at.unit)
+        return Range(kv_range.floor, kv_range.reach, kv_range.stride, *local, kv_range.unit)
 
 
 def facts(
@@ -566,7 +566,7 @@ def plan(kernel: str, call: Facts, _tuning: Any) -> Plan:
 
 def run(
     kernel: str,
-    at: Plan,
+    launch_plan: Plan,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -575,19 +575,19 @@ def run(
     **args: Any,
 ) -> None:
     """Launch a planned kernel; q stands in for a missing prefix."""
-    if at.is_sm90:
+    if launch_plan.is_sm90:
         from . import flash_sm90
 
-        flash_sm90.run(kernel, at, q, k, v, kv_range.start, prefix, **args)
+        flash_sm90.run(kernel, launch_plan, q, k, v, kv_range.start, prefix, **args)
         return
-    F = at.args["F"]
+    F = launch_plan.args["F"]
     keys, values = (launch.box(t, F.BLOCK_N) if F.TMA else strided(t) for t in (k, v))
-    if "P" in at.args:
+    if "P" in launch_plan.args:
         args["pk"], args["pv"] = (strided(t) for t in prefix or (q, q))
-    launcher(KERNELS[kernel], at.grid)(
+    launcher(KERNELS[kernel], launch_plan.grid)(
         q=strided(q), k=keys, v=values, starts=kv_range.starts, documents=kv_range.documents,
         start=kv_range.start, T=q.shape[1], N=k.shape[1], K=k.shape[2],
-        cap=launch.cap(kv_range.soft_cap), **at.args, **args,
+        cap=launch.cap(kv_range.soft_cap), **launch_plan.args, **args,
     )  # fmt: skip
 
 
@@ -612,12 +612,12 @@ def forward(
         q, k, v, kv_range, scale, inner, prefix,
         sinks=sinks is not None or inner_sinks is not None, bounded=norms is not None,
     )  # fmt: skip
-    at, results = plan("forward", call, launch.tuning()), launch.empty_outputs(q, v)
+    launch_plan, results = plan("forward", call, launch.tuning()), launch.empty_outputs(q, v)
     if inner is not None:
         results += launch.empty_outputs(q, v)
-    args: dict[str, Any] = {} if at.is_sm90 else dict(sinks=sinks, inner_sinks=inner_sinks)
+    args: dict[str, Any] = {} if launch_plan.is_sm90 else dict(sinks=sinks, inner_sinks=inner_sinks)
     run(
-        "forward", at, q, k, v, kv_range, prefix, outputs=Outputs(*results), norms=norms,
+        "forward", launch_plan, q, k, v, kv_range, prefix, outputs=Outputs(*results), norms=norms,
         scale_log2=scale * LOG2_E, **args,
     )  # fmt: skip
     return results
@@ -643,8 +643,8 @@ def backward_q(
     and the keys before its floor."""
     (inner_range, inner_bwd), (dq_out, add) = inner or (None, None), dq.next_launch()
     call = facts(q, k, v, kv_range, scale, inner_range, prefix, gated=bwd.gated, add=add)
-    at, rows = plan("dq", call, launch.tuning()), backward_rows(bwd, inner_bwd)
-    run("dq", at, q, k, v, kv_range, prefix, rows=rows, dq=dq_out, scale=scale)
+    launch_plan, rows = plan("dq", call, launch.tuning()), backward_rows(bwd, inner_bwd)
+    run("dq", launch_plan, q, k, v, kv_range, prefix, rows=rows, dq=dq_out, scale=scale)
 
 
 def backward_kv(
@@ -659,9 +659,9 @@ def backward_kv(
     """Partial dk and dv; with `inner` also through its local blocks, without the prefix."""
     inner_range, inner_bwd = inner or (None, None)
     call = facts(q, k, v, kv_range, scale, inner_range, gated=bwd.gated)
-    at, rows = plan("dkv", call, launch.tuning()), backward_rows(bwd, inner_bwd)
-    dk, dv = (t.new_empty(at.grid[-1], *t.shape, dtype=torch.float32) for t in (k, v))
-    run("dkv", at, q, k, v, kv_range, rows=rows, dk=dk, dv=dv, scale=scale)
+    launch_plan, rows = plan("dkv", call, launch.tuning()), backward_rows(bwd, inner_bwd)
+    dk, dv = (t.new_empty(launch_plan.grid[-1], *t.shape, dtype=torch.float32) for t in (k, v))
+    run("dkv", launch_plan, q, k, v, kv_range, rows=rows, dk=dk, dv=dv, scale=scale)
     return dk, dv
 
 

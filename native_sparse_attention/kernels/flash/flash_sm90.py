@@ -140,8 +140,8 @@ def window_start(position, reach, stride, KIND: gl.constexpr):
 @gluon.jit
 def local_start(position, kv_range):
     """The first key of a position's local blocks inside a window."""
-    at = window_start(position, kv_range.inner_reach, kv_range.inner_stride, LOCAL_BLOCKS)
-    return gl.maximum(at, kv_range.inner_floor)
+    first_key = window_start(position, kv_range.inner_reach, kv_range.inner_stride, LOCAL_BLOCKS)
+    return gl.maximum(first_key, kv_range.inner_floor)
 
 
 @gluon.jit
@@ -167,9 +167,9 @@ def blocks_of(tile, kv_range, TOKENS: gl.constexpr, F: gl.constexpr):
         begin = gl.maximum(window_start(first, reach, stride, F.KIND), floor)
         end = gl.minimum(last + 1, N)
     if F.INNER:
-        at = local_start(first, kv_range)
-        local = at // KEYS
-        num_local = gl.where(at < end, gl.cdiv(end, KEYS) - local, 0)
+        local_key = local_start(first, kv_range)
+        local = local_key // KEYS
+        num_local = gl.where(local_key < end, gl.cdiv(end, KEYS) - local, 0)
         end = gl.minimum(end, gl.maximum(local_start(last, kv_range), begin))
         num_initial = gl.cdiv(gl.minimum(last + 1, kv_range.inner_floor), KEYS)
     if F.PREFIX:
@@ -207,8 +207,8 @@ def consumer_rows(iteration, i, call, CONSUMER: gl.constexpr, F: gl.constexpr):
 def read_rows(t, smem, bar, b, token, head):
     """Load a tile's rows of t, one TMA box per consumer."""
     for consumer in gl.static_range(CONSUMERS):
-        at = [b, token + consumer * t.block_shape[1], head, 0]
-        load_box(t, at, bar, smem.index(consumer))
+        corner = [b, token + consumer * t.block_shape[1], head, 0]
+        load_box(t, corner, bar, smem.index(consumer))
 
 
 @gluon.jit
@@ -241,12 +241,12 @@ def produce(boxes, call, memory, F: gl.constexpr, BACKWARD: gl.constexpr):
             is_prefix = False
             if F.PREFIX:
                 is_prefix = j >= num_local + num_outer
-                at = [b * boxes.each, block * KEYS, h, 0]
-                load_box(boxes.pk, at, bar, memory.k.index(slot), pred=is_prefix)
-                load_box(boxes.pv, at, bar, memory.v.index(slot), pred=is_prefix)
-            at = [b, block * KEYS, h, 0]
-            load_box(boxes.k, at, bar, memory.k.index(slot), pred=not is_prefix)
-            load_box(boxes.v, at, bar, memory.v.index(slot), pred=not is_prefix)
+                corner = [b * boxes.each, block * KEYS, h, 0]
+                load_box(boxes.pk, corner, bar, memory.k.index(slot), pred=is_prefix)
+                load_box(boxes.pv, corner, bar, memory.v.index(slot), pred=is_prefix)
+            corner = [b, block * KEYS, h, 0]
+            load_box(boxes.k, corner, bar, memory.k.index(slot), pred=not is_prefix)
+            load_box(boxes.v, corner, bar, memory.v.index(slot), pred=not is_prefix)
             turn += 1
         if F.ADD:
             if iteration > 0:
@@ -315,7 +315,7 @@ def measured_from(q, key_norm, scale_log2, keys, real, m):
 
 
 @gluon.jit
-def write(out, lse, smem, acc, m, l, at, row, real):
+def write(out, lse, smem, acc, m, l, corner, row, real):
     """Write out and natural lse of a consumer's rows."""
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
@@ -323,7 +323,7 @@ def write(out, lse, smem, acc, m, l, at, row, real):
     tma.store_wait(0)  # the previous contents are written
     smem.reshape(acc.shape).store((acc * inverse_l[:, None]).to(smem.dtype))
     fence_async_shared()
-    store_box(out, at, smem)
+    store_box(out, corner, smem)
     log = gl.where(empty, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453)
     gl.store(lse + row, log, mask=real)
 
@@ -364,7 +364,7 @@ def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.co
 
         l = gl.zeros([ROWS], gl.float32, ROW)
         acc = gl.zeros([ROWS, D], gl.float32, ACC)
-        at = [x.b, x.token, x.h * F.G, 0]
+        corner = [x.b, x.token, x.h * F.G, 0]
         smem = memory.out.index(CONSUMER)
         for path in gl.static_range(0 if F.BOUNDED else 1, 2):
             active = is_bounded == (path == 0)
@@ -383,7 +383,7 @@ def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.co
                     gl.minimum(all_hi, local_start(x.first, call)), scale_log2, path == 0,
                 )  # fmt: skip
                 if active:
-                    write(out, rows.lse, smem, acc, m, l, at, x.row, x.real)
+                    write(out, rows.lse, smem, acc, m, l, corner, x.row, x.real)
                 turn, inner_acc, inner_m, inner_l = process_blocks(
                     memory, q, turn, inner_acc, inner_m, inner_l, 0, num_initial, lo * 0,
                     gl.minimum(position + 1, floor), 0, gl.minimum(x.first + 1, floor), scale_log2,
@@ -391,7 +391,7 @@ def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.co
                 )  # fmt: skip
                 if active:
                     write(
-                        inner_out, rows.inner_lse, smem, inner_acc, inner_m, inner_l, at, x.row,
+                        inner_out, rows.inner_lse, smem, inner_acc, inner_m, inner_l, corner, x.row,
                         x.real,
                     )  # fmt: skip
             else:
@@ -405,7 +405,7 @@ def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.co
                     prefix_all_hi, scale_log2, path == 0 and F.KIND == LOCAL_BLOCKS,
                 )  # fmt: skip
         if not F.INNER:
-            write(out, rows.lse, smem, acc, m, l, at, x.row, x.real)
+            write(out, rows.lse, smem, acc, m, l, corner, x.row, x.real)
     tma.store_wait(0)
 
 
@@ -518,9 +518,9 @@ def consume_dq(dq, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
                 True, F.GATED,
             )  # fmt: skip
             # the first local block's keys before the local range are already processed
-            at = local_start(call.start + x.tile * TOKENS, call)
-            at = gl.where(blocks.num_local > 0, at // KEYS * KEYS, call.N)
-            hi_before, all_before = gl.minimum(hi, at), gl.minimum(all_hi, at)
+            local_begin = local_start(call.start + x.tile * TOKENS, call)
+            local_begin = gl.where(blocks.num_local > 0, local_begin // KEYS * KEYS, call.N)
+            hi_before, all_before = gl.minimum(hi, local_begin), gl.minimum(all_hi, local_begin)
         turn, acc = process_dq_blocks(
             memory, q, d_out, turn, acc, lse, delta, lse, delta, blocks.begin, blocks.num_outer, lo,
             hi_before, lo, all_lo, all_before, scale_log2, False, F.GATED,
@@ -627,9 +627,9 @@ def produce_dkv(q, d_out, k, v, rows, T, n0, b, h, begin, end, memory, F: gl.con
     row = gl.arange(0, ROWS, LANES)
     mbarrier.expect(memory.kv_bar.index(0), CONSUMERS * KEYS * D * 4)
     for consumer in gl.static_range(CONSUMERS):
-        at = [b, n0 + consumer * KEYS, h, 0]
-        load_box(k, at, memory.kv_bar.index(0), memory.k.index(consumer))
-        load_box(v, at, memory.kv_bar.index(0), memory.v.index(consumer))
+        corner = [b, n0 + consumer * KEYS, h, 0]
+        load_box(k, corner, memory.kv_bar.index(0), memory.k.index(consumer))
+        load_box(v, corner, memory.kv_bar.index(0), memory.v.index(consumer))
     for tile in range(begin, end):
         i = tile - begin
         slot = i % F.STAGES
@@ -637,9 +637,9 @@ def produce_dkv(q, d_out, k, v, rows, T, n0, b, h, begin, end, memory, F: gl.con
             named_barrier("sync", slot, THREADS)
         bar = memory.full.index(slot)
         mbarrier.expect(bar, ROWS * D * 4)
-        at = [b, tile * TOKENS, h * F.G, 0]
-        load_box(q, at, bar, memory.q.index(slot))
-        load_box(d_out, at, bar, memory.d_out.index(slot))
+        corner = [b, tile * TOKENS, h * F.G, 0]
+        load_box(q, corner, bar, memory.q.index(slot))
+        load_box(d_out, corner, bar, memory.d_out.index(slot))
         # padding rows load the last token's finite lse and delta; they see no key
         token = gl.minimum(tile * TOKENS + row // F.G, T - 1)
         row_offset = (b * T + token).to(gl.int64) * (F.K * F.G) + h * F.G + row % F.G
@@ -673,11 +673,11 @@ def visible_positions(n, kv_range, F: gl.constexpr):
 
 @gluon.jit
 def accumulate(
-    k_tile, v_tile, q_tile, do_tile, dk, dv, rows, slot, first_row, at, bounds, masked, scale_log2,
-    LOCAL: gl.constexpr, F: gl.constexpr,
+    k_tile, v_tile, q_tile, do_tile, dk, dv, rows, slot, first_row, first_position, bounds, masked,
+    scale_log2, LOCAL: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """Add the contribution of query rows to dk and dv of a consumer. The query tile begins at
-    position `at`; `bounds` are the keys' `visible_positions`. LOCAL: of both softmaxes."""
+    `first_position`; `bounds` are the keys' `visible_positions`. LOCAL: of both softmaxes."""
     M: gl.constexpr = q_tile.shape[0]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
@@ -690,7 +690,7 @@ def accumulate(
     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     s, dp = warpgroup_mma_wait(0, deps=[s, dp])
-    position = at + (first_row + gl.arange(0, M, COLUMN)) // F.G
+    position = first_position + (first_row + gl.arange(0, M, COLUMN)) // F.G
     if masked:
         lo, hi = gl.convert_layout(first, KEY), gl.convert_layout(end, KEY)
         sees = (position[None] >= lo[:, None]) & (position[None] < hi[:, None])
@@ -746,9 +746,9 @@ def consume_dkv(dk, dv, n0, b, h, tiles, call, memory, CONSUMER: gl.constexpr, F
                 )  # fmt: skip
             named_barrier("arrive", slot, THREADS)
     entry = ((gl.program_id(1) * B + b) * N + key).to(gl.int64) * F.K + h
-    at = entry[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, ACC))[None]
-    gl.store(dk + at, dk_acc * call.scale, mask=(key < N)[:, None])
-    gl.store(dv + at, dv_acc, mask=(key < N)[:, None])
+    offset = entry[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, ACC))[None]
+    gl.store(dk + offset, dk_acc * call.scale, mask=(key < N)[:, None])
+    gl.store(dv + offset, dv_acc, mask=(key < N)[:, None])
 
 
 @gluon.jit(do_not_specialize=DKV_LENGTHS)
@@ -860,7 +860,7 @@ def plan(kernel: str, call: Any) -> Plan:
 
 def run(
     kernel: str,
-    at: Plan,
+    launch_plan: Plan,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -880,7 +880,7 @@ def run(
         tensors["d_out"] = args["rows"].d_out
     if kernel == "dq":
         tensors["dq"] = args["dq"]
-    groups, width = at.args["F"].G, D.value
+    groups, width = launch_plan.args["F"].G, D.value
     query_box, key_box = [1, ROWS.value // groups, groups, width], [1, KEYS.value, 1, width]
     args |= {name: launch.gluon_box(t, query_box) for name, t in tensors.items()}
     args["k"], args["v"] = (launch.gluon_box(t, key_box) for t in (k, v))
@@ -890,4 +890,6 @@ def run(
     elif kernel != "dkv":
         args["pk"], args["pv"] = args["k"], args["v"]
     kernels = {"forward": nsa_flash_fwd_sm90, "dq": nsa_flash_dq_sm90, "dkv": nsa_flash_dkv_sm90}
-    launcher(kernels[kernel], at.grid)(start=start, T=q.shape[1], N=k.shape[1], **args, **at.args)
+    launcher(kernels[kernel], launch_plan.grid)(
+        start=start, T=q.shape[1], N=k.shape[1], **args, **launch_plan.args
+    )
