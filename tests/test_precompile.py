@@ -49,7 +49,6 @@ def test_kernels_compile_side_by_side(tmp_path):
         (lambda: warmup(CONFIG, training="yes"), "training must be"),
         (lambda: warmup(CONFIG, device="nope"), "device must be a torch.device or the name of one"),
         (lambda: warmup(CONFIG, device=3.0), "device must be a torch.device or the name of one"),
-        (lambda: warmup(CONFIG, device=128), "device must be a torch.device or .*, got 128"),
         (lambda: warmup(CONFIG, device="cpu"), "device must be a CUDA device, got device"),
     ],
 )
