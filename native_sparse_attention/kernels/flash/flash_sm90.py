@@ -727,9 +727,6 @@ def consume_dkv(dk, dv, n0, b, h, tiles, call, memory, CONSUMER: gl.constexpr, F
     if F.INNER:
         middle = gl.minimum(full_tile, end)
     for phase in gl.static_range(0 if F.INNER else 1, 2):
-        # two softmaxes: half a query tile at a time, for lack of registers
-        PARTS: gl.constexpr = 2 if phase == 0 else 1
-        M: gl.constexpr = ROWS // PARTS
         for tile in range(begin if phase == 0 else middle, middle if phase == 0 else end):
             slot = (tile - begin) % F.STAGES
             mbarrier.wait(memory.full.index(slot), ((tile - begin) // F.STAGES) & 1)
@@ -738,11 +735,13 @@ def consume_dkv(dk, dv, n0, b, h, tiles, call, memory, CONSUMER: gl.constexpr, F
             masked = True
             if phase == 1:
                 masked = (tile < full_tile) | (tile >= full_end)
-            for part in gl.static_range(PARTS):
+            # two softmaxes: half a query tile at a time, for lack of registers
+            for first in gl.static_range(0, ROWS, ROWS // 2 if phase == 0 else ROWS):
                 dk_acc, dv_acc = accumulate(
-                    k_tile, v_tile, q_tile.slice(part * M, M, 0), do_tile.slice(part * M, M, 0),
-                    dk_acc, dv_acc, memory.rows, slot, part * M,
-                    call.start + tile * (ROWS // F.G), bounds, masked, scale_log2, phase == 0, F,
+                    k_tile, v_tile, q_tile.slice(first, ROWS // 2 if phase == 0 else ROWS, 0),
+                    do_tile.slice(first, ROWS // 2 if phase == 0 else ROWS, 0), dk_acc, dv_acc,
+                    memory.rows, slot, first, call.start + tile * (ROWS // F.G), bounds, masked,
+                    scale_log2, phase == 0, F,
                 )  # fmt: skip
             named_barrier("arrive", slot, THREADS)
     entry = ((gl.program_id(1) * B + b) * N + key).to(gl.int64) * F.K + h
