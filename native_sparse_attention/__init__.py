@@ -9,10 +9,16 @@ from .cache.kv_cache import KVCache
 from .cache.paged import PagedKVCache
 from .config import NSAConfig
 from .cost import nsa_cost
-from .dense.block_masked import block_masked_attention, mask_blocker
-from .dense.chunked import chunked_attention
-from .dense.mha import mha_reference, mha_reference_bwd, mha_reference_no_custom_vjp
-from .dense.segments import SegmentIds, below_or_on_diag
+from .dense import (
+    SegmentIds,
+    below_or_on_diag,
+    block_masked_attention,
+    chunked_attention,
+    mask_blocker,
+    mha_reference,
+    mha_reference_bwd,
+    mha_reference_no_custom_vjp,
+)
 from .ops.decode import decode_attention
 from .ops.functional import (
     compressed_attention,

@@ -154,39 +154,3 @@ def test_within_budget_on_a_gpu(dtype):
     budget = 2 * (low.double().cpu() - exact).abs().max()
     budget += torch.finfo(dtype).eps * exact.abs().max()
     assert (out.double().cpu() - exact).abs().max() <= budget
-
-
-# refusals
-
-TRUE, IDS = torch.ones(9, dtype=torch.bool), torch.zeros(2, 7).long()
-MESSAGES = {
-    "q_chunk_size must be an integer of at least 1, got 0": dict(q_chunk_size=0),
-    "soft_cap must be a number of at least 1.2e-38 or None, got 0.0": dict(soft_cap=0.0),
-    "mask must be a bool tensor on cpu, got a torch.float32 tensor": dict(mask=torch.ones(6, 5)),
-    r"mask must broadcast to \[B H T S\] = \[2, 4, 5, 6\], got \[9\]": dict(mask=TRUE),
-    r"mask_mod must be a function of \(b, h, i, j\) or None, got 3": dict(mask_mod=3),
-    "what mask_mod returns must be a bool tensor on cpu, got a torch.int64 tensor": dict(
-        mask_mod=lambda b, h, i, j: i + j
-    ),
-    r"what mask_mod returns must broadcast to \[b h i j\] = \[2, 4, 5, 6\], got \[9\]": dict(
-        mask_mod=lambda b, h, i, j: TRUE
-    ),
-    "one tensor for T=5 and S=6": dict(segment_ids=IDS[:, :5]),
-    "segment_ids.q must be integers of .* on cpu, got a torch.float32": dict(
-        segment_ids=(torch.zeros(2, 5), torch.zeros(2, 6))
-    ),
-    r"segment_ids.kv must be .* of shape \[2, 6\] on cpu, got .*\[2, 7\]": dict(
-        segment_ids=SegmentIds(IDS[:, :5], IDS)
-    ),
-    "segment_ids must be SegmentIds": dict(segment_ids="ab"),
-    "q_offset must be an int or a tensor": dict(q_offset=1.5),
-    r"q_offset.* must be int32 or int64 of shape \[2\]": dict(q_offset=IDS[0, :3]),
-    "v has S=7 but k has S=6": dict(v=torch.zeros(2, 7, 2, 4)),
-}
-
-
-@pytest.mark.parametrize("message", MESSAGES)
-def test_refusals(message):
-    tensors = dict(zip("qkv", draw(2, 5, 6, 4, 2, 4, 4, torch.float32), strict=True))
-    with pytest.raises(ValueError, match=message):
-        chunked_attention(**(tensors | MESSAGES[message]))

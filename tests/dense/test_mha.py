@@ -107,28 +107,3 @@ def test_autocast_does_not_reach_into_it():
         grads = torch.autograd.grad(found.sum(), (q, k, v))
     assert torch.equal(found, expected)
     torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), (q, k, v)))
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(ab=torch.zeros(2, 3, 4)), r"ab must broadcast to \[B H T S\] = \[2, 1, 4, 5\]"),
-        (dict(ab=torch.zeros(4, 5).long()), "ab must be float16, bfloat16, float32 or float64"),
-        (dict(k=torch.zeros(2, 2, 5, 4)), "k has H=2 but q has H=1"),
-        (dict(segment_ids=torch.zeros(2, 4).long()), "one tensor for T=4 and S=5"),
-    ],
-)
-@OPS
-def test_refusals(op, change, message):
-    call = dict(zip("qkv", draw(2, 1, 4, 5, 4, 4, torch.float32), strict=True))
-    with pytest.raises(ValueError, match=message):
-        op(**(call | change))
-
-
-def test_backward_refuses_residuals_that_do_not_fit():
-    q, k, v = draw(1, 1, 4, 5, 4, 4)
-    o, l, m = mha_reference_no_custom_vjp(q, k, v, save_residuals=True)
-    with pytest.raises(ValueError, match="do has E=3 but v has E=4"):
-        mha_reference_bwd(q, k, v, None, None, o, l, m, o[..., :3])
-    with pytest.raises(ValueError, match="l has T=3 but q has T=4"):
-        mha_reference_bwd(q, k, v, None, None, o, l[..., :3], m, o)

@@ -1,1 +1,0 @@
-"""Dense attention in plain PyTorch: chunked, block-masked, and an explicit oracle."""
