@@ -21,17 +21,17 @@ from ..checks import (
     check_same,
     check_scale,
     check_shapes,
+    describe,
 )
 from ..ops.reference import masked_softmax, times, upcast
-from .gallery import check_cu_seqlens, sequence_ids
+from .gallery import sequence_ids
 from .scores import ScoreMod
 from .tiles import MaskMod, block_mask_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# smallest head width of torch's CUDA kernels, and limit of recompilations, as in ops/flex.py
-MIN_WIDTH = 16
+# as in ops/flex.py
 RECOMPILE_LIMIT = 64
 
 
@@ -79,20 +79,10 @@ def dense_attention(
     return out.flatten(1, 2).to(dtype)
 
 
-def locate(offsets: Tensor, kv_offsets: Tensor | None) -> list[Tensor]:
-    """The sequence of each packed token and its position in it, of queries and then of keys."""
-    kv_offsets = offsets if kv_offsets is None else kv_offsets
-    located: list[Tensor] = []
-    for name, starts in (("offsets", offsets), ("kv_offsets", kv_offsets)):
-        check_cu_seqlens(name, starts)
-        sequence = sequence_ids(starts)
-        located += sequence, torch.arange(len(sequence), device=starts.device) - starts[sequence]
-    if len(kv_offsets) != len(offsets):
-        raise ValueError(
-            f"kv_offsets must be of {len(offsets) - 1} sequences as offsets are, "
-            f"got {len(kv_offsets) - 1}"
-        )
-    return located
+def locate(name: str, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """The sequence of each packed token, and its position in it."""
+    sequence = sequence_ids(name, offsets)
+    return sequence, torch.arange(len(sequence), device=offsets.device) - offsets[sequence]
 
 
 def jagged_mask_mod(
@@ -104,16 +94,18 @@ def jagged_mask_mod(
     None allows all pairs of a sequence. `kv_offsets`: offsets of the keys; by default `offsets`.
 
     Raises:
-        ValueError: offsets are malformed, or differ in their number of sequences.
+        ValueError: offsets are malformed.
     """
     check_callable("mask_mod", mask_mod, "(b, h, i, j)")
-    q_sequence, q_position, kv_sequence, kv_position = locate(offsets, kv_offsets)
+    q_sequence, q_position = kv_sequence, kv_position = locate("offsets", offsets)
+    if kv_offsets is not None:
+        kv_sequence, kv_position = locate("kv_offsets", kv_offsets)
 
-    def jagged_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        same = q_sequence[q_idx] == kv_sequence[kv_idx]
+    def jagged_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        same = q_sequence[i] == kv_sequence[j]
         if mask_mod is None:
             return same
-        return same & mask_mod(q_sequence[q_idx], h, q_position[q_idx], kv_position[kv_idx])
+        return same & mask_mod(q_sequence[i], h, q_position[i], kv_position[j])
 
     return jagged_mask
 
@@ -124,15 +116,12 @@ def jagged_score_mod(
     """`score_mod` with the indices of `jagged_mask_mod`.
 
     Raises:
-        ValueError: offsets are malformed, or differ in their number of sequences.
+        ValueError: offsets are malformed.
     """
     check_callable("score_mod", score_mod, "(score, b, h, i, j)", required=True)
-    q_sequence, q_position, _, kv_position = locate(offsets, kv_offsets)
-
-    def jagged_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score_mod(score, q_sequence[q_idx], h, q_position[q_idx], kv_position[kv_idx])
-
-    return jagged_score
+    sequence, q_position = locate("offsets", offsets)
+    kv_position = q_position if kv_offsets is None else locate("kv_offsets", kv_offsets)[1]
+    return lambda score, b, h, i, j: score_mod(score, sequence[i], h, q_position[i], kv_position[j])
 
 
 def jagged_block_mask(
@@ -142,7 +131,7 @@ def jagged_block_mask(
     `jagged_attention`. `mask_mod` may not depend on h.
 
     Raises:
-        ValueError: offsets are malformed, differ in their number of sequences, or hold no token.
+        ValueError: offsets are malformed, or hold no token.
     """
     packed_mod = jagged_mask_mod(mask_mod, offsets, kv_offsets)
     q_len, kv_len = int(offsets[-1]), int((offsets if kv_offsets is None else kv_offsets)[-1])
@@ -151,17 +140,13 @@ def jagged_block_mask(
 
 def unpack(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
     """The packed values [tokens, heads, width] and the offsets of a nested tensor [B, j, H, D]."""
-    if not (isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged):
-        got = f"a tensor of layout {x.layout}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be a nested tensor of layout torch.jagged, got {got}")
     nested: Any = x
-    if x.ndim != 4 or nested._ragged_idx != 1:
+    is_jagged = isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
+    if not is_jagged or x.ndim != 4 or nested._ragged_idx != 1 or nested.lengths() is not None:
         raise ValueError(
-            f"{name} must have shape [B, j, heads, width], its second axis jagged, "
-            f"got {list(x.shape)}"
+            f"{name} must be a nested tensor [B, j, heads, width] of layout torch.jagged, without "
+            f"holes between its sequences, got {describe(x)}"
         )
-    if nested.lengths() is not None:
-        raise ValueError(f"{name} must have no holes between its sequences: make it contiguous")
     return nested.values(), nested.offsets()
 
 
@@ -187,9 +172,9 @@ def jagged_attention(
 ) -> Tensor:
     """Attention within each sequence of nested tensors q [B j H D], k [B j K D], v [B j K E].
 
-    On CUDA it runs compiled flex_attention, on other devices `dense_attention`. (On the CPU
-    flex_attention forms all scores too and has no gradients.) Any total length works.
-    Differentiable.
+    On CUDA it runs compiled flex_attention, which has no float64 and needs widths of at least 16,
+    on other devices `dense_attention`. (On the CPU flex_attention forms all scores too and has no
+    gradients.) Any total length works. Differentiable.
 
     Args:
         mask_mod, score_mod: mods of one sequence, called as in `jagged_mask_mod`. `mask_mod` may
@@ -201,7 +186,6 @@ def jagged_attention(
 
     Raises:
         ValueError: tensors are not jagged or do not match; both masks are given; no token.
-        NotImplementedError: flex_attention's CUDA kernels do not support the call.
     """
     (q_values, offsets), (k_values, kv_offsets), (v_values, v_offsets) = (
         unpack(name, x) for name, x in (("q", q), ("k", k), ("v", v))
@@ -213,14 +197,12 @@ def jagged_attention(
         raise ValueError("k and v must have the same offsets, got different ones")
     if len(offsets) != len(kv_offsets):
         raise ValueError(f"q has B={len(offsets) - 1} but k has B={len(kv_offsets) - 1}")
-    if mask_mod is not None and block_mask is not None:
-        raise ValueError("mask_mod or block_mask must be given, and not both, got both")
     if block_mask is None:
         block_mask = jagged_block_mask(mask_mod, offsets, kv_offsets)
-    elif (lengths := block_mask.shape[-2:]) != (dims["T"], dims["S"]):
+    elif mask_mod is not None or block_mask.shape[-2:] != (dims["T"], dims["S"]):
         raise ValueError(
-            f"block_mask must be of {dims['T']} queries and {dims['S']} keys, "
-            f"got {lengths[0]} and {lengths[1]}"
+            f"block_mask must be of {dims['T']} queries and {dims['S']} keys, without mask_mod, "
+            f"got shape {block_mask.shape} and mask_mod={describe(mask_mod)}"
         )
     if score_mod is not None:
         score_mod = jagged_score_mod(score_mod, offsets, kv_offsets)
@@ -228,16 +210,10 @@ def jagged_attention(
 
     # one row [1 heads tokens width]
     rows = [t.transpose(0, 1)[None] for t in (q_values, k_values, v_values)]
-    if not q_values.is_cuda:
-        out = dense_attention(*rows, mask_mod=block_mask.mask_mod, **options)
-    elif q_values.dtype == torch.float64 or min(dims["D"], dims["E"]) < MIN_WIDTH:
-        raise NotImplementedError(
-            "flex_attention's CUDA kernels have no float64 and need head widths of at least "
-            f"{MIN_WIDTH}, got {q_values.dtype} and widths of {dims['D']} and {dims['E']}. Use "
-            "another dtype or width, or the CPU."
-        )
-    else:
+    if q_values.is_cuda:
         options |= {"block_mask": block_mask, "enable_gqa": groups > 1}
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             out = compiled_attention()(*rows, options)
+    else:
+        out = dense_attention(*rows, mask_mod=block_mask.mask_mod, **options)
     return torch.nested.nested_tensor_from_jagged(out[0].transpose(0, 1), offsets)

@@ -1,7 +1,7 @@
 """Mask mods for torch's flex_attention, besides the three of native sparse attention.
 
     b, h          batch row, query head
-    i, j          query, key: `q_idx` and `kv_idx`
+    i, j          query, key
     y, x          row and column of a pixel on a canvas: index = y * width + x
 
 Each mask is a mod, or a factory of a mod. A mod tells for one pair whether i may attend to j.
@@ -10,21 +10,19 @@ torch's `and_masks` and `or_masks` combine mods.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..checks import INTEGER_DTYPES, check_bool, check_int, check_ints, describe
+from ..checks import INTEGER_DTYPES, check_bool, describe
 from .nsa import sliding_mask_mod
 from .tiles import MaskMod, constant
 
-# sequences
 
-
-def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """`j <= i`. This is a mask mod, not a factory."""
-    return kv_idx <= q_idx
+    return j <= i
 
 
 def sliding_window(window: int, causal: bool = True) -> MaskMod:
@@ -36,7 +34,8 @@ def sliding_window(window: int, causal: bool = True) -> MaskMod:
     Raises:
         ValueError: window below 0.
     """
-    return sliding_mask_mod(check_int("window", window, 0), causal)
+    constant("window", window)
+    return sliding_mask_mod(window, causal)
 
 
 def dilated_window(window: int, dilation: int, causal: bool = True) -> MaskMod:
@@ -48,11 +47,11 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> MaskMod:
     Raises:
         ValueError: window below 0, dilation below 1.
     """
-    dilation, step = check_int("dilation", dilation, 1), constant(dilation)
-    window_mask = sliding_window(check_int("window", window, 0) * dilation, causal)
+    step, reach = constant("dilation", dilation, 1), constant("window", window)
+    window_mask = sliding_window(int(reach) * int(step), causal)
 
-    def dilated_window_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return window_mask(b, h, q_idx, kv_idx) & ((q_idx - kv_idx) % int(step) == 0)
+    def dilated_window_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return window_mask(b, h, i, j) & ((i - j) % int(step) == 0)
 
     return dilated_window_mask
 
@@ -66,12 +65,8 @@ def prefix_lm(prefix_length: int) -> MaskMod:
     Raises:
         ValueError: prefix_length below 0.
     """
-    length = constant(check_int("prefix_length", prefix_length, 0))
-
-    def prefix_lm_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (kv_idx < int(length)) | (kv_idx <= q_idx)
-
-    return prefix_lm_mask
+    length = constant("prefix_length", prefix_length)
+    return lambda b, h, i, j: (j < int(length)) | (j <= i)
 
 
 def document(
@@ -91,22 +86,18 @@ def document(
     """
     causal = check_bool("causal", causal)
     check_one_of(document_ids=document_ids, offsets=offsets)
-    if offsets is not None:
-        check_cu_seqlens("offsets", offsets)
-        ids = sequence_ids(offsets)
-    else:
+    if offsets is None:
         ids = check_integers("document_ids", document_ids, 1, 2)
+    else:
+        ids = sequence_ids("offsets", offsets)
     is_batched = ids.ndim == 2
 
-    def document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        q_id, kv_id = (ids[b, t] if is_batched else ids[t] for t in (q_idx, kv_idx))
+    def document_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        q_id, kv_id = (ids[b, t] if is_batched else ids[t] for t in (i, j))
         same = (q_id == kv_id) & (q_id >= 0)
-        return same & (kv_idx <= q_idx) if causal else same
+        return same & (j <= i) if causal else same
 
     return document_mask
-
-
-# canvases
 
 
 def sasa(
@@ -121,7 +112,7 @@ def sasa(
     Raises:
         ValueError: a canvas below 1 x 1, an even kernel.
     """
-    return pixel_window(canvas_height, canvas_width, kernel_height, kernel_width, inside=False)
+    return pixel_window(canvas_height, canvas_width, kernel_height, kernel_width, is_moved=False)
 
 
 def natten(
@@ -137,7 +128,7 @@ def natten(
     Raises:
         ValueError: a canvas below 1 x 1, a kernel that is even or larger than the canvas.
     """
-    return pixel_window(canvas_height, canvas_width, kernel_height, kernel_width, inside=True)
+    return pixel_window(canvas_height, canvas_width, kernel_height, kernel_width, is_moved=True)
 
 
 def pixel_window(
@@ -145,37 +136,32 @@ def pixel_window(
     canvas_width: int,
     kernel_height: int,
     kernel_width: int | None,
-    inside: bool,
+    is_moved: bool,
 ) -> MaskMod:
-    """A window around each pixel, moved `inside` the canvas or not."""
+    """A window around each pixel, moved inside the canvas at the border or not."""
     kernel_width = kernel_height if kernel_width is None else kernel_width
-    height, width = check_ints(1, canvas_height=canvas_height, canvas_width=canvas_width)
-    kernels = check_ints(1, kernel_height=kernel_height, kernel_width=kernel_width)
-    windows = []
-    for axis, kernel, canvas in zip(("height", "width"), kernels, (height, width), strict=True):
-        if kernel % 2 == 0:
+    windows, width = [], constant("canvas_width", canvas_width, 1)
+    for axis, canvas, kernel in (
+        ("height", canvas_height, kernel_height),
+        ("width", canvas_width, kernel_width),
+    ):
+        size = int(constant(f"canvas_{axis}", canvas, 1))
+        reach, extra = divmod(int(constant(f"kernel_{axis}", kernel, 1)), 2)
+        if not extra:
             raise ValueError(f"kernel_{axis} must be odd, so that it has a centre, got {kernel}")
-        if inside and kernel > canvas:
-            raise ValueError(f"kernel_{axis} must be at most canvas_{axis}={canvas}, got {kernel}")
-        windows.append(axis_window(canvas, kernel // 2, kernel // 2 if inside else 0))
-    is_near_y, is_near_x = windows
-    size = constant(width)
+        if is_moved and kernel > size:
+            raise ValueError(f"kernel_{axis} must be at most canvas_{axis}={size}, got {kernel}")
+        margin = reach if is_moved else 0
+        windows.append((str(reach), str(margin), str(size - 1 - margin)))
+    (reach_y, top, bottom), (reach_x, left, right) = windows
 
-    def pixel_window_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        columns = int(size)
-        is_near = is_near_y(q_idx // columns, kv_idx // columns)
-        return is_near & is_near_x(q_idx % columns, kv_idx % columns)
+    def pixel_window_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        y, x = i // int(width), i % int(width)
+        y_distance = y.clamp(int(top), int(bottom)) - j // int(width)
+        x_distance = x.clamp(int(left), int(right)) - j % int(width)
+        return (y_distance.abs() <= int(reach_y)) & (x_distance.abs() <= int(reach_x))
 
     return pixel_window_mask
-
-
-def axis_window(length: int, reach: int, margin: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Whether j lies within `reach` of i, which is first moved `margin` away from both ends."""
-    first, last, most = map(constant, (margin, length - 1 - margin, reach))
-    return lambda i, j: (i.clamp(int(first), int(last)) - j).abs() <= int(most)
-
-
-# text and images
 
 
 def flamingo(
@@ -186,7 +172,7 @@ def flamingo(
 
     Args:
         intervals: the text that sees each image, integers [images 2]. Intervals may overlap.
-        image_ids: the image of each key, integers [S], `0 .. images - 1`.
+        image_ids: the image of each key, integers [S], `0 .. images - 1`. No text sees others.
         image_token_length: in place of `image_ids`, the number of keys per image: `j // length`.
 
     Flamingo, arXiv 2204.14198.
@@ -195,28 +181,20 @@ def flamingo(
         ValueError: both or neither of the two are given, or an argument is malformed.
     """
     check_integers("intervals", intervals, 2)
-    images = intervals.shape[0]
-    if intervals.shape[1] != 2 or images == 0:
+    if intervals.shape[1] != 2 or len(intervals) == 0:
         raise ValueError(f"intervals must have shape [images, 2], got {list(intervals.shape)}")
-    starts, ends = (t.contiguous() for t in intervals.unbind(1))
-    if bool(((starts < 0) | (ends < starts)).any()):
-        raise ValueError(f"intervals must be pairs of 0 <= start <= end, got {intervals.tolist()}")
     check_one_of(image_ids=image_ids, image_token_length=image_token_length)
-    length, last = "", constant(images - 1)
-    if image_ids is None:
-        length = constant(check_int("image_token_length", image_token_length, 1))
+    length, last = "", str(len(intervals) - 1)
+    if image_token_length is not None:
+        length = constant("image_token_length", image_token_length, 1)
     else:
         check_integers("image_ids", image_ids, 1)
-        if bool(((image_ids < 0) | (image_ids >= images)).any()):
-            raise ValueError(
-                f"image_ids must be of 0 .. {images - 1}, the images that have intervals, got "
-                f"{int(image_ids.min())} .. {int(image_ids.max())}"
-            )
+    starts, ends = (t.contiguous() for t in intervals.unbind(1))
 
-    def flamingo_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        image = kv_idx // int(length) if image_ids is None else image_ids[kv_idx]
-        known = image.clamp(max=int(last))
-        return (image <= int(last)) & (q_idx >= starts[known]) & (q_idx < ends[known])
+    def flamingo_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        image = j // int(length) if image_ids is None else image_ids[j]
+        index = image.clamp(0, int(last))
+        return (image == index) & (i >= starts[index]) & (i < ends[index])
 
     return flamingo_mask
 
@@ -230,26 +208,20 @@ def check_one_of(**values: object) -> None:
         raise ValueError(f"{' or '.join(values)} must be given, and not both, got {got}")
 
 
-def check_integers(name: str, value: Tensor | None, *ndims: int) -> Tensor:
+def check_integers(name: str, value: Any, *ndims: int) -> Tensor:
     """Check that a tensor has integers and one of `ndims` axes."""
-    if (
-        not isinstance(value, Tensor)
-        or value.dtype not in INTEGER_DTYPES
-        or value.ndim not in ndims
-    ):
+    is_integer = isinstance(value, Tensor) and value.dtype in INTEGER_DTYPES
+    if not is_integer or value.ndim not in ndims:
         axes = " or ".join(map(str, ndims))
         raise ValueError(f"{name} must be an integer tensor of {axes} axes, got {describe(value)}")
     return value
 
 
-def check_cu_seqlens(name: str, offsets: Tensor) -> None:
-    """Check begins of sequences and the end of the last: they start at 0 and never decrease."""
+def sequence_ids(name: str, offsets: Tensor) -> Tensor:
+    """The number of the sequence of each packed token, int64 [tokens], from begins of sequences and
+    the end of the last: they start at 0 and never decrease."""
     numbers = check_integers(name, offsets, 1).tolist()
     if len(numbers) < 2 or numbers[0] != 0 or sorted(numbers) != numbers:
         raise ValueError(f"{name} must hold 0 and ends that never decrease, got {numbers}")
-
-
-def sequence_ids(offsets: Tensor) -> Tensor:
-    """The number of the sequence of each packed token, int64 [tokens]."""
-    numbers = torch.arange(len(offsets) - 1, device=offsets.device)
-    return numbers.repeat_interleave(offsets.diff().long())
+    sequences = torch.arange(len(offsets) - 1, device=offsets.device)
+    return sequences.repeat_interleave(offsets.diff().long())

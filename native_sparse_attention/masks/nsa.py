@@ -19,103 +19,85 @@ from torch import Tensor
 from .. import blocks
 from ..checks import (
     INDEX_DTYPES,
-    TOO_LARGE,
     check_bool,
     check_given,
     check_int,
     check_ints,
-    describe,
+    check_shapes,
+    check_tensor,
 )
 from .tiles import (
     TILE,
     MaskMod,
-    and_masks,
     cached,
     constant,
     default_device,
     make_block_mask,
-    make_range_mask,
-    read,
-    scalar,
     tile_bounds,
 )
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# mask mods. `offset` is the absolute position of query 0. The block masks below pass all numbers as
-# tensors of one element: their values may change without a recompilation
-
-Number = int | Tensor  # a tensor of one element
+# mask mods. `offset` is the absolute position of query 0
 
 
-def check_number(name: str, value: Number, minimum: int = -TOO_LARGE) -> str | Tensor:
-    """Check an integer of at least `minimum`, or a tensor of one, whose value is not read. Returns
-    what `read` reads inside of a mod."""
-    if isinstance(value, Tensor) and value.numel() == 1 and value.dtype in INDEX_DTYPES:
-        return value
-    return constant(check_int(name, value, minimum))
-
-
-def sliding_mask_mod(window_size: Number, causal: bool = True, offset: Number = 0) -> MaskMod:
+def sliding_mask_mod(window_size: int, causal: bool = True, offset: int = 0) -> MaskMod:
     """Keys `i - w .. i`, or `i - w .. i + w` if not causal.
 
     Raises:
-        ValueError: window_size below 0, offset not an integer.
+        ValueError: window_size or offset below 0.
     """
-    max_past, first = check_number("window_size", window_size, 0), check_number("offset", offset)
-    max_future = constant(0) if check_bool("causal", causal) else max_past
+    max_past, first = constant("window_size", window_size), constant("offset", offset)
+    max_future = "0" if check_bool("causal", causal) else max_past
 
-    def sliding_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        distance = q_idx + read(first) - kv_idx
-        return (distance <= read(max_past)) & (distance >= -read(max_future))
+    def sliding_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = i + int(first) - j
+        return (distance <= int(max_past)) & (distance >= -int(max_future))
 
     return sliding_mask
 
 
-def compress_mask_mod(stride: Number, mem_kv_len: Number = 0, offset: Number = 0) -> MaskMod:
+def compress_mask_mod(stride: int, mem_kv_len: int = 0, offset: int = 0) -> MaskMod:
     """First the `mem_kv_len` memory keys, then the windows that end before the query.
 
     Raises:
-        ValueError: stride below 1, mem_kv_len below 0, offset not an integer.
+        ValueError: stride below 1, mem_kv_len or offset below 0.
     """
-    step, first = check_number("stride", stride, 1), check_number("offset", offset)
-    memory = check_number("mem_kv_len", mem_kv_len, 0)
+    step, first = constant("stride", stride, 1), constant("offset", offset)
+    memory = constant("mem_kv_len", mem_kv_len)
 
-    def compress_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def compress_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         # memory keys are windows of negative index, which every query sees
-        num_visible = blocks.num_visible_windows(q_idx + read(first), read(step))
-        return kv_idx - read(memory) < num_visible
+        return j - int(memory) < blocks.num_visible_windows(i + int(first), int(step))
 
     return compress_mask
 
 
 def selected_mask_mod(
     membership: Tensor,
-    block_size: Number,
-    num_grouped_queries: Number = 1,
+    block_size: int,
+    num_grouped_queries: int = 1,
     causal: bool = True,
-    offset: Number = 0,
+    offset: int = 0,
 ) -> MaskMod:
     """Keys of the blocks in `membership`, bool [b r i c+1] of `block_membership`; if causal, only
     keys up to the query.
 
     Raises:
         ValueError: membership of another dtype or shape, block_size or num_grouped_queries below 1,
-            offset not an integer.
+            offset below 0.
     """
     check_given(membership=membership)
-    if membership.dtype != torch.bool or membership.ndim != 4:
-        raise ValueError(
-            f"membership must be bool of shape [b, r, i, c + 1], got {describe(membership)}"
-        )
-    size, first = check_number("block_size", block_size, 1), check_number("offset", offset)
-    groups = check_number("num_grouped_queries", num_grouped_queries, 1)
+    check_shapes(membership=(membership, "b r i c+1"))
+    check_tensor("membership", membership, (torch.bool,), membership.device)
+    size, first = constant("block_size", block_size, 1), constant("offset", offset)
+    groups = constant("num_grouped_queries", num_grouped_queries, 1)
     causal = check_bool("causal", causal)
 
-    def selected_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        member = membership[b_idx, h_idx // read(groups), q_idx, kv_idx // read(size)]
-        return member & (kv_idx <= q_idx + read(first)) if causal else member
+    def selected_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        member = membership[b, h // int(groups), i, j // int(size)]
+        return member & (j <= i + int(first)) if causal else member
 
     return selected_mask
 
@@ -146,20 +128,44 @@ def block_membership(
     shape = (*index.shape[:-1], num_blocks + 1)
     membership = torch.zeros(shape, dtype=torch.bool, device=index.device).scatter_(-1, index, True)
     c = torch.arange(num_blocks + 1, device=index.device)
-    if bounds is None:
-        membership[..., :num_initial_blocks] = True
-    else:
-        first, end = (t[:, None, :, None] for t in bounds)
-        membership |= c < first + num_initial_blocks
+    first, end = (0, num_blocks + 1) if bounds is None else (t[:, None, :, None] for t in bounds)
+    membership |= c < first + num_initial_blocks
     if causal:
         i = torch.arange(index.shape[2], device=index.device) + offset
         query_block = (i // block_size)[:, None]
         membership |= (c <= query_block) & (c > query_block - num_local_blocks)
         membership &= c <= query_block
-    return membership if bounds is None else membership & (c >= first) & (c < end)
+    return membership & (c >= first) & (c < end)
 
 
-# block masks
+# block masks. Their mods hold tensors and no numbers, so no value of a setting compiles anew
+
+
+def range_block_mask(lo: Tensor, hi: Tensor, kv_len: int, memory: int = 0) -> BlockMask:
+    """Block mask for queries that see the first `memory` keys and one KV range after them, keys
+    `memory + lo .. memory + hi - 1`, [b i] each, or [1 i] for all rows of a batch.
+
+    Neither bound may decrease along i, and ranges of neighbours must overlap or adjoin. Then the
+    first and the last query of a tile determine the tile.
+    """
+    lo, hi = (memory + lo).contiguous(), (memory + hi).contiguous()
+    q_len, device, is_batched = lo.shape[1], lo.device, len(lo) > 1
+    num_memory = torch.full((), memory, device=device)
+
+    def range_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        row = b if is_batched else b * 0
+        return ((j >= lo[row, i]) & (j < hi[row, i])) | (j < num_memory)
+
+    top, bottom, whole_q = tile_bounds(q_len, device)
+    left, right, whole_kv = tile_bounds(kv_len, device)
+    # [b tq 1], against [tk]
+    lo_top, lo_bottom, hi_top, hi_bottom = (
+        bound[:, edge, None] for bound in (lo, hi) for edge in (top, bottom)
+    )
+    touched = ((left < hi_bottom) & (right >= lo_top)) | (left < memory)
+    full = ((left >= lo_bottom) & (right < hi_top)) | (right < memory)
+    full = full & whole_q[:, None] & whole_kv
+    return make_block_mask(touched[:, None], full[:, None], range_mask, q_len, kv_len)
 
 
 @cached
@@ -168,8 +174,7 @@ def sliding_block_mask(
 ) -> BlockMask:
     """Block mask of `sliding_mask_mod`: T queries from position `offset`, over S keys."""
     i = torch.arange(q_len, device=device)[None] + offset
-    mask_mod = sliding_mask_mod(scalar(window_size, device), causal, scalar(offset, device))
-    return make_range_mask(i - window_size, i + 1 + (not causal) * window_size, mask_mod, kv_len)
+    return range_block_mask(i - window_size, i + 1 + (not causal) * window_size, kv_len)
 
 
 @cached
@@ -178,39 +183,24 @@ def compress_block_mask(
 ) -> BlockMask:
     """Block mask of `compress_mask_mod`; `kv_len` counts windows and memory."""
     i = torch.arange(q_len, device=device)[None] + offset
-    mask_mod = compress_mask_mod(*(scalar(n, device) for n in (stride, mem_kv_len, offset)))
     num_visible = mem_kv_len + blocks.num_visible_windows(i, stride)
-    return make_range_mask(torch.zeros_like(i), num_visible, mask_mod, kv_len)
-
-
-def range_block_mask(lo: Tensor, hi: Tensor, memory: int, kv_len: int) -> BlockMask:
-    """Block mask of packed documents: query i sees the `memory` keys and, after them, keys
-    `lo .. hi - 1`, [b i] each. `kv_len` counts memory too. `make_range_mask` has the conditions."""
-    lo, hi, num_memory = lo.contiguous(), hi.contiguous(), scalar(memory, lo.device)
-
-    def range_mask(b_idx: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        key = kv_idx - num_memory
-        return ((key >= lo[b_idx, q_idx]) & (key < hi[b_idx, q_idx])) | (key < 0)
-
-    return make_range_mask(lo, hi, range_mask, kv_len, memory)
+    return range_block_mask(torch.zeros_like(i), num_visible, kv_len)
 
 
 def selected_block_mask(
-    membership: Tensor,
-    kv_len: int,
-    block_size: int,
-    num_grouped_queries: int = 1,
-    causal: bool = True,
-    offset: int = 0,
-    ends: Tensor | None = None,
+    membership: Tensor, ends: Tensor, kv_len: int, block_size: int, num_grouped_queries: int = 1
 ) -> BlockMask:
-    """Block mask of `selected_mask_mod`, from `block_membership` [b r i c+1], in memory
-    O(T * S / s). With `ends` [b i], which may not decrease, query i sees only keys before
-    `ends[b, i]`."""
-    q_len, device = membership.shape[2], membership.device
-    top, bottom, whole_q = (t[:, None] for t in tile_bounds(q_len, device))
-    left, right, whole_kv = tile_bounds(kv_len, device)
+    """Block mask of keys of the blocks in `membership` [b r i c+1] of `block_membership`, in memory
+    O(T * S / s). Query i sees only keys before `ends` [b i] or [1 i], which may not decrease."""
+    q_len, device, is_batched = membership.shape[2], membership.device, len(ends) > 1
+    size, groups = (torch.full((), n, device=device) for n in (block_size, num_grouped_queries))
+    ends = ends.contiguous()
 
+    def selected_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return membership[b, h // groups, i, j // size] & (j < ends[b if is_batched else b * 0, i])
+
+    top, bottom, whole_q = tile_bounds(q_len, device)
+    left, right, whole_kv = tile_bounds(kv_len, device)
     # whether some and all queries of each tile read each block [b r tq c]
     rows = F.pad(membership, (0, 0, 0, -q_len % TILE)).unflatten(2, (-1, TILE))
 
@@ -219,19 +209,12 @@ def selected_block_mask(
         sums = F.pad(marked.cumsum(dim=-1, dtype=torch.int32), (1, 0))
         return sums[..., right // block_size + 1] - sums[..., left // block_size]
 
-    touched = count(rows.any(dim=3)) > 0
     num_overlapping = right // block_size - left // block_size + 1
-    full = (count(rows.all(dim=3)) == num_overlapping) & whole_q & whole_kv
-    if causal:
-        touched &= left <= bottom + offset
-        full &= right <= top + offset
+    touched = (count(rows.any(dim=3)) > 0) & (left < ends[:, bottom, None])[:, None]
+    full = (count(rows.all(dim=3)) == num_overlapping) & (right < ends[:, top, None])[:, None]
+    full = full & whole_q[:, None] & whole_kv
     touched, full = (t.repeat_interleave(num_grouped_queries, dim=1) for t in (touched, full))
-    size, groups, first = (scalar(n, device) for n in (block_size, num_grouped_queries, offset))
-    mask_mod = selected_mask_mod(membership, size, groups, causal, first)
-    if ends is not None:
-        full = full & (right < ends[:, top])[:, None]
-        mask_mod = and_masks(mask_mod, lambda b, h, i, j: j < ends[b, i])
-    return make_block_mask(touched, full, mask_mod, q_len, kv_len)
+    return make_block_mask(touched, full, selected_mask, q_len, kv_len)
 
 
 # names of the published package
@@ -302,21 +285,14 @@ def create_fine_mask(
     num_blocks = blocks.num_blocks(seq_len, fine_block_size)
 
     def inner(selected_block_indices: Tensor, num_grouped_queries: int = 1) -> BlockMask:
-        check_given(selected_block_indices=selected_block_indices)
-        if selected_block_indices.dtype not in INDEX_DTYPES:
-            got = selected_block_indices.dtype
-            raise ValueError(f"selected_block_indices must be int32 or int64, got {got}")
-        num_grouped_queries = check_int("num_grouped_queries", num_grouped_queries, 1)
-        if selected_block_indices.ndim != 4 or selected_block_indices.shape[2] != seq_len:
-            raise ValueError(
-                f"selected_block_indices must have shape [b, h, {seq_len}, sel], "
-                f"got {list(selected_block_indices.shape)}"
-            )
-        membership = block_membership(
-            selected_block_indices, num_blocks, fine_block_size, causal=causal
-        )
-        return selected_block_mask(
-            membership, seq_len, fine_block_size, num_grouped_queries, causal
-        )
+        indices, name = selected_block_indices, "selected_block_indices"
+        check_given(**{name: indices})
+        check_tensor(name, indices, INDEX_DTYPES, indices.device)
+        check_shapes(**{name: (indices, f"b h {seq_len} sel")})
+        groups = check_int("num_grouped_queries", num_grouped_queries, 1)
+        membership = block_membership(indices, num_blocks, fine_block_size, causal=causal)
+        i = torch.arange(seq_len, device=indices.device)[None]
+        ends = i + 1 if causal else torch.full_like(i, seq_len)
+        return selected_block_mask(membership, ends, seq_len, fine_block_size, groups)
 
     return inner

@@ -1,7 +1,7 @@
 """Score mods for torch's flex_attention: they change scaled logits before the softmax.
 
     b, h    batch row, query head
-    i, j    query, key: `q_idx` and `kv_idx`
+    i, j    query, key
 
 Each is a mod of (score, b, h, i, j), or a factory of a mod. They hide no pairs. Masks do that,
 since a mask can skip tiles and a score of -inf cannot.
@@ -27,7 +27,6 @@ from ..checks import (
     check_number,
     describe,
 )
-from .tiles import constant
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -49,15 +48,13 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
     return torch.tensor(slopes[:num_heads], dtype=torch.float32, device=device)
 
 
-def alibi_bias(
-    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, slopes: Tensor
-) -> Tensor:
+def alibi_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, slopes: Tensor) -> Tensor:
     """`score - slopes[h] * |i - j|`, for `functools.partial(alibi_bias, slopes=...)` or calls from
     other score mods.
 
     ALiBi, arXiv 2108.12409. The paper is causal; here keys after the query have the same bias.
     """
-    return score - slopes[h] * (q_idx - kv_idx).abs()
+    return score - slopes[h] * (i - j).abs()
 
 
 def alibi(
@@ -77,9 +74,9 @@ def alibi(
     return partial(alibi_bias, slopes=slopes)
 
 
-def relative_position(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+def relative_position(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """`score + (i - j)`, for experiments. This is a score mod, not a factory."""
-    return score + (q_idx - kv_idx)
+    return score + (i - j)
 
 
 def relative_bias(table: Tensor) -> ScoreMod:
@@ -97,20 +94,16 @@ def relative_bias(table: Tensor) -> ScoreMod:
     Raises:
         ValueError: a table of another shape or dtype.
     """
-    if not is_floating(table):
-        raise ValueError(f"table must be a floating tensor, got {describe(table)}")
-    if table.ndim not in (1, 2) or table.shape[-1] % 2 == 0:
+    if not is_floating(table) or table.ndim not in (1, 2) or table.shape[-1] % 2 == 0:
         raise ValueError(
-            "table must have shape [heads, 2 m + 1] or [2 m + 1], an entry for every distance of "
-            f"-m .. m, got {list(table.shape)}"
+            "table must be floating, of shape [heads, 2 m + 1] or [2 m + 1], an entry for every "
+            f"distance of -m .. m, got {describe(table)}"
         )
-    has_heads, furthest = table.ndim == 2, constant(table.shape[-1] // 2)
+    has_heads, largest = table.ndim == 2, repr(table.shape[-1] // 2)
 
-    def relative_bias_mod(
-        score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-    ) -> Tensor:
-        m = int(furthest)
-        index = (q_idx - kv_idx).clamp(-m, m) + m
+    def relative_bias_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        m = int(largest)
+        index = (i - j).clamp(-m, m) + m
         return score + (table[h, index] if has_heads else table[index])
 
     return relative_bias_mod
@@ -126,13 +119,14 @@ def soft_cap(cap: float, approximate: bool = False) -> ScoreMod:
         ValueError: a cap that is not positive and finite.
     """
     expected = f"a positive finite number of at least {LEAST_NORMAL:.2g}"
-    number = check_number("cap", cap, expected, LEAST_NORMAL, LARGEST)
-    approximate, bound = check_bool("approximate", approximate), constant(number)
+    # a string, as `tiles.constant` returns
+    bound = repr(check_number("cap", cap, expected, LEAST_NORMAL, LARGEST))
+    approximate = check_bool("approximate", approximate)
     # inside a graph the operator's fake implementation registers the lowering
     if approximate and not torch.compiler.is_compiling():
         register_lowering()
 
-    def soft_cap_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def soft_cap_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         scaled = score / float(bound)
         return float(bound) * (tanh_approx(scaled) if approximate else torch.tanh(scaled))
 

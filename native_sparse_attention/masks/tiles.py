@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_callable, check_device, check_ints
+from ..checks import check_callable, check_device, check_int, check_ints
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -32,18 +32,13 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 PAIRS_AT_ONCE = 2**24
 
 
-def constant(number: float) -> str:
-    """A number for the closure of a mod, which reads it with `int`, `float` or `read`.
+def constant(name: str, value: int, minimum: int = 0) -> str:
+    """Check an integer for the closure of a mod, which reads it with `int`.
 
     torch's compiler makes a number in a closure symbolic at its second value, and flex_attention
     cannot compile symbolic numbers. A string stays a constant of the graph.
     """
-    return repr(number)
-
-
-def read(number: str | Tensor) -> Any:
-    """The integer of a `constant`, or a tensor of one element as it is."""
-    return number if isinstance(number, Tensor) else int(number)
+    return repr(check_int(name, value, minimum))
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
@@ -66,27 +61,16 @@ def default_device(device: torch.device | str | None) -> torch.device:
     return check_device("device", device)
 
 
-def scalar(value: int, device: torch.device) -> Tensor:
-    return torch.full((), value, device=device)
-
-
 def cached(build: Callable[..., BlockMask]) -> Callable[..., BlockMask]:
     """Cache the masks of the last 64 shapes, except during tracing. Cached masks are never
     inference tensors, since the next user of a mask may train."""
-
-    @lru_cache(maxsize=64)
-    def build_once(*args: Any) -> BlockMask:
-        with torch.inference_mode(False):
-            return build(*args)
+    build_once = lru_cache(maxsize=64)(torch.inference_mode(False)(build))
 
     @wraps(build)
     def get(*args: Any) -> BlockMask:
         return (build if torch.compiler.is_compiling() else build_once)(*args)
 
     return get
-
-
-# tiles
 
 
 def tile_bounds(length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,28 +97,6 @@ def make_block_mask(
         mask_mod=mask_mod,
         seq_lengths=(q_len, kv_len),
     )
-
-
-def make_range_mask(
-    lo: Tensor, hi: Tensor, mask_mod: MaskMod, kv_len: int, memory: int = 0
-) -> BlockMask:
-    """A block mask for queries that see the first `memory` keys and one KV range after them, keys
-    `memory + lo .. memory + hi - 1`, [b i] each.
-
-    Neither bound may decrease along i, and ranges of neighbours must overlap or adjoin. Then the
-    first and the last query of a tile determine the tile.
-    """
-    q_len, device = lo.shape[1], lo.device
-    top, bottom, whole_q = tile_bounds(q_len, device)
-    left, right, whole_kv = tile_bounds(kv_len, device)
-    # [b tq 1], against [tk]
-    lo_top, lo_bottom, hi_top, hi_bottom = (
-        memory + bound[:, at, None] for bound in (lo, hi) for at in (top, bottom)
-    )
-    touched = ((left < hi_bottom) & (right >= lo_top)) | (left < memory)
-    full = ((left >= lo_bottom) & (right < hi_top)) | (right < memory)
-    full = full & whole_q[:, None] & whole_kv
-    return make_block_mask(touched[:, None], full[:, None], mask_mod, q_len, kv_len)
 
 
 def tile_counts(

@@ -156,7 +156,7 @@ def compressed_attention(call: Call, config: AttentionConfig, **options: Any) ->
         lo, hi = documents.windows(d, causal=config.causal)
         if config.causal:
             hi = hi.minimum(blocks.num_visible_windows(torch.arange(T, device=q.device), d))
-        block_mask = range_block_mask(lo, hi, num_mem, kv_len)
+        block_mask = range_block_mask(lo, hi, kv_len, num_mem)
     elif config.causal:
         block_mask = compress_block_mask(T, kv_len, d, num_mem, call.q_offset, q.device)
     return attend_masked(q, k, v, block_mask, **options)
@@ -175,8 +175,14 @@ def selected_attention(call: Call, config: AttentionConfig, **options: Any) -> A
         offset=call.q_offset, bounds=None if documents is None else documents.blocks(s),
     )  # fmt: skip
     groups = q.shape[2] // indices.shape[2]
-    ends = None if documents is None or causal else documents.last
-    block_mask = selected_block_mask(membership, S, s, groups, causal, call.q_offset, ends)
+    if causal:
+        start: Any = call.q_offset
+        ends = torch.arange(start, start + q.shape[1], device=q.device)[None] + 1
+    elif documents is None:
+        ends = torch.full((1, q.shape[1]), S, device=q.device)
+    else:
+        ends = documents.last
+    block_mask = selected_block_mask(membership, ends, S, s, groups)
     return attend_masked(q, k, v, block_mask, **options)
 
 
@@ -188,7 +194,7 @@ def window_attention(call: Call, config: AttentionConfig, **options: Any) -> Any
     if documents is not None:
         i = torch.arange(T, device=q.device)
         lo, hi = documents.first.maximum(i - max_past), documents.last.minimum(i + 1 + max_future)
-        return attend_masked(q, k, v, range_block_mask(lo, hi, 0, S), **options)
+        return attend_masked(q, k, v, range_block_mask(lo, hi, S), **options)
     # drop keys that no query sees, so that every step of a long decode has one shape
     first, last = max(0, start - max_past), min(S, start + T + max_future)
     k, v, offset = k[:, first:last], v[:, first:last], start - first

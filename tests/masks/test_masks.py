@@ -16,6 +16,7 @@ from native_sparse_attention.masks import (
 )
 from native_sparse_attention.masks.tiles import TILE
 from tests.helpers.pictures import assert_torchs_tiles, drawn
+from tests.helpers.pictures import dense as allowed
 
 CPU = torch.device("cpu")
 
@@ -62,6 +63,7 @@ def test_sliding_and_compress_masks(length):
         mask = create_sliding_mask(length, window, causal, device="cpu")
         expected = (j <= i) & (j >= i - window) if causal else (j - i).abs() <= window
         assert torch.equal(dense(mask)[0, 0], expected)
+        assert torch.equal(allowed(masks.sliding_window(window, causal), length), expected)
         assert_torchs_tiles(mask)
     for mem, stride in itertools.product((0, 1, 3, TILE), (1, 3, 16)):
         windows = length // stride
@@ -70,6 +72,8 @@ def test_sliding_and_compress_masks(length):
             expected = torch.ones(length, mem + windows, dtype=torch.bool)
             expected[:, mem:] = (j[:windows] + 1) * stride - 1 < i
             assert torch.equal(dense(mask)[0, 0], expected)
+            mod = masks.compress_mask_mod(stride, mem)
+            assert torch.equal(allowed(mod, length, mem + windows), expected)
             assert_torchs_tiles(mask)
 
 
@@ -122,8 +126,9 @@ def test_offset_is_a_slice(causal):
         all_rows = masks.nsa.block_membership(indices, 10, 32, offset=0, **kwargs)
         rows = masks.nsa.block_membership(indices[:, :, offset:], 10, 32, offset=offset, **kwargs)
         assert torch.equal(rows, all_rows[:, :, offset:])
-        whole = masks.nsa.selected_block_mask(all_rows, S, 32, causal=causal)
-        mask = masks.nsa.selected_block_mask(rows, S, 32, causal=causal, offset=offset)
+        ends = torch.arange(1, S + 1)[None] if causal else torch.full((1, S), S)
+        whole = masks.nsa.selected_block_mask(all_rows, ends, S, 32)
+        mask = masks.nsa.selected_block_mask(rows, ends[:, offset:], S, 32)
         assert torch.equal(dense(mask), dense(whole)[:, :, offset:])
         assert_torchs_tiles(mask, superset=True)
 
