@@ -15,7 +15,7 @@ import numpy as np
 from native_sparse_attention import Transformer
 from native_sparse_attention.view import __main__ as viewer
 from native_sparse_attention.view import byte_texts, page
-from native_sparse_attention.view.texts import first_document
+from native_sparse_attention.view.pages import first_document
 
 from .data import encoded
 from .errors import UserError

@@ -1,7 +1,8 @@
 """`collect`: record what the sparse layers of a model read, while it runs.
 
-b  sequences    m  sampled queries    h  query heads    r  heads that rank
-n  ranked slots of a query            x  its slots: initial, ranked and local blocks
+b     sequences          h  query heads    r  heads that rank: k, or h without shared rankings
+m, i  sampled queries    k  KV heads       n  ranked slots of a query
+j     keys               c  blocks         x  its slots: initial, ranked and local blocks
 """
 
 from __future__ import annotations
@@ -14,16 +15,25 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from einops import einsum, rearrange
 from torch import Tensor, nn
 
+from .. import blocks
 from ..attention import SparseAttention
-from ..checks import INDEX_DTYPES, as_int, check_int, check_model, describe
+from ..checks import INDEX_DTYPES, check_int, check_model, describe
+from ..compat import no_autocast
 from ..config import AttentionConfig, NSAConfig
+from ..ops import branches, dispatch
 from ..ops.call import Call
-from .measures import Queries, measure, share_in_common
+from ..ops.reference import capped, importance_scores, upcast, visible_windows
+from ..varlen import Documents
 
 # how many queries of a sequence `collect` samples, if not told
 QUERIES = 64
+# scores of queries and keys that exist at one time
+MOST_SCORES = 2**24
+NAN = float("nan")
 
 
 @dataclass(frozen=True)
@@ -72,22 +82,16 @@ class Reading:
     gates: Tensor | None = None
     agreement: Tensor | None = None
 
-    def of_kind(self, kind: str) -> Tensor | None:
+    def slots(self, kind: str) -> Tensor | None:
         """The slots of `blocks` of one kind: "initial", "ranked" or "local"."""
-        if kind not in ("initial", "ranked", "local"):
-            raise ValueError(f"kind must be 'initial', 'ranked' or 'local', got {describe(kind)}")
         if self.blocks is None:
             return None
-        first = self.kinds.index(kind) if kind in self.kinds else 0
-        return self.blocks[..., first : first + self.kinds.count(kind)]
+        return self.blocks[..., [slot for slot, name in enumerate(self.kinds) if name == kind]]
 
-    initial = property(lambda self: self.of_kind("initial"))
-    local = property(lambda self: self.of_kind("local"))
-
-    @property
-    def ranked(self) -> Tensor | None:
-        """Block indices [b, m, r, n] as `select_blocks` returns them, of the m queries."""
-        return self.of_kind("ranked")
+    initial = property(lambda self: self.slots("initial"))
+    # block indices [b, m, r, n] as `select_blocks` returns them, of the m queries
+    ranked = property(lambda self: self.slots("ranked"))
+    local = property(lambda self: self.slots("local"))
 
 
 class Collection(dict[str, list[Reading]]):
@@ -98,33 +102,29 @@ class Collection(dict[str, list[Reading]]):
         for readings in self.values():
             readings.clear()
 
-    def forward(self, index: int = -1) -> list[Reading]:
-        """The reading of each layer in its call `index`; the last call by default.
+    def forward(self) -> list[Reading]:
+        """The reading of each layer in its last call.
 
         Raises:
-            ValueError: a layer has no such call.
+            ValueError: a layer has had no call.
         """
-        for name, readings in self.items():
-            if not -len(readings) <= index < len(readings):
-                raise ValueError(
-                    f"index must be a call that every layer has had: {name!r} has had "
-                    f"{len(readings)}, got {index}"
-                )
-        return [readings[index] for readings in self.values()]
+        if idle := [name for name, readings in self.items() if not readings]:
+            raise ValueError(f"every layer must have had a call, got none of {idle[0]!r}")
+        return [readings[-1] for readings in self.values()]
 
-    def agreement(self, index: int = -1) -> Tensor:
-        """Agreement between layers [layers, layers] in call `index`: the share of the blocks that
-        a query ranks in layer i, in any head, and in layer j too, as a mean over queries that
+    def agreement(self) -> Tensor:
+        """Agreement between layers [layers, layers] in their last call: the share of the blocks
+        that a query ranks in layer i, in any head, and in layer j too, as a mean over queries that
         rank in both. NaN where there are none or block sizes differ.
 
         Raises:
-            ValueError: a layer has no such call, or layers ran over different rows.
+            ValueError: a layer has had no call, or layers ran over different rows.
         """
-        readings = self.forward(index)
+        readings = self.forward()
         positions = readings[0].positions
         if any(not torch.equal(reading.positions, positions) for reading in readings):
-            raise ValueError("index must be a call in which all layers ran over the same rows")
-        agreement = torch.full((len(readings), len(readings)), float("nan"))
+            raise ValueError("all layers must have run over the same rows in their last call")
+        agreement = torch.full((len(readings), len(readings)), NAN)
         for i, reading in enumerate(readings):
             if reading.ranked is None:
                 continue
@@ -139,19 +139,6 @@ class Collection(dict[str, list[Reading]]):
         return agreement
 
 
-def sample(queries: int | Tensor | None, seed: int, length: int) -> Tensor:
-    """Positions [m] of queries in rows of `length` tokens, in order: the same for equal lengths."""
-    if not isinstance(queries, Tensor):
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randperm(length, generator=generator)[:queries]
-        return torch.arange(length) if queries is None else drawn.sort().values
-    if (last := int(queries.max())) >= length:
-        raise ValueError(
-            f"queries must be positions below {length}, the number of tokens, got {last}"
-        )
-    return queries
-
-
 def sparse_layers(model: Any, layers: Any) -> dict[str, SparseAttention]:
     """The sparse layers of a model by name: all, or those given by name or number."""
     check_model(model)
@@ -163,20 +150,157 @@ def sparse_layers(model: Any, layers: Any) -> dict[str, SparseAttention]:
         )
     if layers is None:
         return sparse
-    if isinstance(layers, (str, bytes)) or not isinstance(layers, Sequence) or not layers:
-        raise ValueError(f"layers must be a list of names or numbers, got {describe(layers)}")
-    names = list(sparse)
-    picked = set()
-    for layer in layers:
-        number = as_int(layer)
-        name = names[number] if number is not None and 0 <= number < len(names) else layer
-        if name not in names:
-            raise ValueError(
-                f"layers must name layers of the model ({', '.join(names[:4])} ...) or be numbers "
-                f"below {len(names)}, got {describe(layer)}"
-            )
-        picked.add(name)
-    return {name: layer for name, layer in sparse.items() if name in picked}
+    names: dict[Any, str] = dict(enumerate(sparse)) | dict(zip(sparse, sparse, strict=True))
+    is_list = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
+    if not is_list or any(layer not in names for layer in layers):
+        raise ValueError(
+            f"layers must be a list of names of layers ({', '.join(list(sparse)[:4])} ...) or of "
+            f"numbers below {len(sparse)}, got {describe(layers)}"
+        )
+    chosen = {names[layer] for layer in layers}
+    return {name: layer for name, layer in sparse.items() if name in chosen}
+
+
+def sample(queries: int | Tensor | None, seed: int, length: int) -> Tensor:
+    """Positions [m] of queries in rows of `length` tokens, in order: the same for equal lengths."""
+    if queries is None:
+        return torch.arange(length)
+    if not isinstance(queries, Tensor):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randperm(length, generator=generator)[:queries].sort().values
+    if (last := int(queries.max())) >= length:
+        raise ValueError(
+            f"queries must be positions below {length}, the number of tokens, got {last}"
+        )
+    return queries
+
+
+# what queries read
+
+
+def rank_all(call: Call, config: AttentionConfig, indices: Tensor | None) -> Tensor:
+    """Block indices [b i r n] of all queries. The layer has none of its first queries where they
+    are dense, and none at all where the blocks of every query cover all that it sees."""
+    b, T, h = call.q.shape[:3]
+    if indices is None and call.ck is not None and config.dense_length < call.k.shape[1]:
+        backend = dispatch.choose("auto", "native_sparse_attention", call, config)
+        indices = branches.rank(call, config, backend)[0]
+    if indices is None:
+        r = call.k.shape[2] if config.query_heads_share_selected_kv else h
+        return torch.full((b, T, r, 0), -1, dtype=torch.int32, device=call.q.device)
+    return F.pad(indices, (0, 0, 0, 0, T - indices.shape[1], 0), value=-1)
+
+
+def attention_probs(q: Tensor, k: Tensor, visible: Tensor, config: AttentionConfig) -> Tensor:
+    """Full attention [b m h j] of queries [b m h d] and keys [b j k d] that they see [b|1 m j], in
+    fp32. Sinks take no part. NaN for a query that sees no key."""
+    q, k = upcast(q, k)
+    grouped = rearrange(q, "b m (k g) d -> b m k g d", k=k.shape[2])
+    logits = einsum(grouped, k, "b m k g d, b j k d -> b m k g j")
+    logits = capped(logits * config.scale_of(q.shape[-1]), config.soft_cap).flatten(2, 3)
+    return logits.masked_fill(~visible[:, :, None], float("-inf")).softmax(dim=-1)
+
+
+def ranking_scores(call: Call, config: AttentionConfig, i: Tensor, ranked: Tensor) -> Tensor:
+    """The scores [b m r n] by which blocks `ranked` were chosen; NaN in an empty slot."""
+    W, d, s = call.ck.shape[1], config.d, config.selection_block_size
+    if W == 0:  # no window, so no score
+        return torch.full(ranked.shape, NAN, device=ranked.device)
+    i, documents = blocks.leader(i, config.selection_stride), None
+    if call.documents is not None:
+        documents = Documents(*(bound[:, i] for bound in call.documents))
+    part = call.ranking(config.branches)
+    tensors = part.q[:, i], part.ck, part.mem_k, part.sinks
+    wide: list[Any] = [None if t is None else upcast(t)[0] for t in tensors]
+    q, ck, mem_k, sinks = wide
+    scores = importance_scores(
+        q, ck, mem_k, visible_windows(i[None], W, d, config.causal, documents),
+        torch.arange(blocks.num_blocks(call.k.shape[1], s), device=i.device),
+        config, None if sinks is None else sinks[0],
+    )  # fmt: skip
+    scores = rearrange(scores, "b r m c -> b m r c").gather(-1, ranked.clamp(min=0).long())
+    return scores.masked_fill(ranked < 0, NAN)
+
+
+def share_in_common(chosen: Tensor, compared: Tensor) -> Tensor:
+    """The share of blocks [.. n] that are among those `compared` [.. x] too; NaN where one of them
+    has no block. -1 is no block."""
+    real = chosen >= 0
+    common = ((chosen[..., :, None] == compared[..., None, :]).any(dim=-1) & real).sum(dim=-1)
+    have_blocks = real.any(dim=-1) & (compared >= 0).any(dim=-1)
+    return torch.where(have_blocks, common / real.sum(dim=-1), NAN)
+
+
+def read(
+    call: Call,
+    config: AttentionConfig,
+    ranked: Tensor | None,
+    kinds: tuple[str, ...],
+    scale: float | None,
+    i: Tensor,
+) -> dict[str, Tensor]:
+    """Fields of a `Reading` for queries in rows i [m], from block indices [b i r n] of all queries,
+    which were ranked by logits with `scale`."""
+    b, length = call.q.shape[:2]
+    s, q = config.selection_block_size, call.q[:, i]
+    j = torch.arange(length, device=i.device)
+    # the first row of a query's document and one past the last, [b m]
+    first = i.new_zeros(b, len(i))
+    last = first + length
+    if call.documents is not None:
+        first, last = (bound[:, i].long() for bound in call.documents)
+    exist = (i >= first) & (i < last)
+    visible = (j >= first[..., None]) & (j < last[..., None]) & exist[..., None]
+    dense = exist & (last - first <= config.dense_length)
+    if config.causal:
+        visible &= j <= i[:, None]
+        dense = exist & (i - first < config.dense_length)
+    fields = {"dense": dense, "positions": (i - first).masked_fill(~exist, -1)}
+    if call.documents is not None:
+        starts = (call.documents.first == j) & (call.documents.last > j)
+        fields["documents"] = (starts.cumsum(dim=1) - 1)[:, i].masked_fill(~exist, -1)
+    if call.branch_gates is not None:
+        gates = call.branch_gates[:, i].float()
+        fields["gates"] = gates.masked_fill(~exist[..., None, None], NAN)
+
+    probs = None
+    if ranked is not None:
+        hidden = (dense | ~exist)[..., None, None]
+        best = ranked[:, i].masked_fill(hidden, -1)
+        has_previous = i > first
+        if config.causal:  # a dense query has no chosen blocks
+            has_previous &= i - 1 - first >= config.dense_length
+        agreement = share_in_common(best, ranked[:, (i - 1).clamp(min=0)])
+        fields["agreement"] = agreement.masked_fill(~has_previous[..., None], NAN)
+        # each block once: the best ones lie between the initial and the local ones
+        low, block, end = first // s, i // s, blocks.ceil_div(last, s)
+        if config.causal:
+            end = end.minimum(block + 1)
+        initial = low[..., None] + torch.arange(kinds.count("initial"), device=i.device)
+        initial = torch.where(initial < end[..., None], initial, -1)
+        local = block[:, None] - torch.arange(kinds.count("local"), device=i.device).flip(0)
+        local = torch.where(local >= low[..., None] + config.num_initial_blocks, local, -1)
+        initial, local = (t[:, :, None].expand(*best.shape[:3], -1) for t in (initial, local))
+        chosen = torch.cat((initial, best, local), dim=-1).masked_fill(hidden, -1)
+
+        probs = attention_probs(q, call.k, visible, config)
+        mass = F.pad(probs, (0, -length % s)).unflatten(-1, (-1, s)).sum(dim=-1)
+        slots = chosen.repeat_interleave(q.shape[2] // chosen.shape[2], dim=2)
+        mass = mass.gather(-1, slots.clamp(min=0).long())
+        fields["block_mass"] = mass.masked_fill((slots < 0) & ~mass.isnan(), 0.0)
+        fields["mass"] = fields["block_mass"].sum(dim=-1).masked_fill(dense[..., None], 1.0)
+        if best.shape[-1] and call.ck is not None:
+            fields["scores"] = ranking_scores(call, config.but(scale=scale), i, best)
+        # blocks count from the document's first token
+        chosen = torch.where(chosen < 0, -1, chosen - low[..., None, None])
+        fields["blocks"] = chosen.to(torch.int32)
+    if "window" in config.branches:
+        window_k = call.branch("window", config.branches).k
+        if probs is None or window_k is not call.k:
+            probs = attention_probs(q, window_k, visible, config)
+        is_near = (j - i[:, None]).abs() <= config.sliding_window_size
+        fields["window_mass"] = probs.masked_fill(~is_near[None, :, None], 0.0).sum(dim=-1)
+    return fields
 
 
 @torch.no_grad()
@@ -191,29 +315,29 @@ def record(
     queries: int | Tensor | None,
     seed: int,
 ) -> None:
-    """Record a call of a layer, which has block indices [b i r n]."""
+    """Record a call of a layer, which has block indices [b i r n]. O(m j) in time; in memory O(m)
+    and a bounded number of scores."""
     if torch._C._current_graph_task_id() != -1:
         return  # a backward pass, where checkpointing calls layers once more
-    b, length = call.q.shape[:2]
-    sampled = Queries.select(call, sample(queries, seed, length))
-    exist = sampled.exist.expand(b, -1)
+    b, length, heads = call.q.shape[:3]
+    rows = sample(queries, seed, length).to(call.q.device)
+    ranked, kinds = None, []
+    if "selected" in config.branches:
+        ranked = rank_all(call, config, indices)
+        count = blocks.num_blocks(length, config.selection_block_size)
+        kinds += ["initial"] * min(config.num_initial_blocks, count) + ["ranked"] * ranked.shape[-1]
+        kinds += ["local"] * (min(config.num_local_blocks, count) if config.causal else 0)
     # an index has its own scale
-    rank_scale = None if layer.to_index is not None else config.scale
-    fields = measure(call, config, indices, sampled, rank_scale)
-    fields["positions"] = (sampled.at - sampled.first).masked_fill(~exist, -1)
-    if call.documents is not None:
-        rows = torch.arange(length, device=exist.device)
-        starts = (call.documents.first == rows) & (call.documents.last > rows)
-        documents = (starts.cumsum(dim=1) - 1)[:, sampled.at]
-        fields["documents"] = documents.masked_fill(~exist, -1)
-    if call.branch_gates is not None:
-        gates = call.branch_gates[:, sampled.at].float()
-        fields["gates"] = gates.masked_fill(~exist[..., None, None], float("nan"))
-    fields["dense"] = fields["dense"].expand(b, -1)
-    for field, value in fields.items():
-        if isinstance(value, Tensor):
-            fields[field] = value.to("cpu", copy=True).contiguous()
-    readings.append(Reading(layer=name, config=layer.config, length=length, **fields))
+    scale = None if layer.to_index is not None else config.scale
+    step = max(1, MOST_SCORES // max(1, b * heads * length))
+    with no_autocast(call.q.device.type):
+        parts = [read(call, config, ranked, tuple(kinds), scale, i) for i in rows.split(step)]
+    fields: dict[str, Any] = {
+        field: torch.cat([part[field] for part in parts], dim=1).to("cpu", copy=True).contiguous()
+        for field in parts[0]
+    }
+    fields |= dict(layer=name, config=layer.config, length=length, kinds=tuple(kinds))
+    readings.append(Reading(**fields))
 
 
 @contextmanager
@@ -226,12 +350,10 @@ def collect(
 ) -> Iterator[Collection]:
     """Record what the sparse layers of a model read, while the context is open.
 
-    Each call of a `SparseAttention` in the model adds a `Reading` to `collection[name]`: blocks
-    (initial, ranked, local), scores, gates, attention mass, and agreement with the query before.
-    Outputs and gradients stay the same, bit by bit, in training and in eval mode. The cost is
-    O(m T) in each layer for m queries of T tokens. A compiled model runs eagerly while the context
-    is open, and rounds as an eager one does. Activation checkpointing's second run of a layer is
-    not recorded. Closed, it costs nothing.
+    Each call of a `SparseAttention` in the model adds a `Reading` to `collection[name]`. Outputs
+    and gradients stay the same, bit by bit. The cost is O(m T) in each layer for m queries of T
+    tokens. A compiled model runs eagerly while the context is open. Activation checkpointing's
+    second run of a layer is not recorded.
 
     ```python
     with collect(model, queries=64) as seen:
@@ -256,8 +378,8 @@ def collect(
     """
     seed = check_int("seed", seed, 0, 2**63)
     if isinstance(queries, Tensor) and queries.ndim:
-        is_right = queries.dtype in INDEX_DTYPES and queries.ndim == 1 and queries.numel() > 0
-        if not is_right or queries.min() < 0:
+        is_list = queries.dtype in INDEX_DTYPES and queries.ndim == 1 and queries.numel() > 0
+        if not is_list or queries.min() < 0:
             raise ValueError(
                 "queries must be a number, positions [m] of at least 0 or None for all, "
                 f"got {describe(queries)}"

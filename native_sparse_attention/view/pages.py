@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import unicodedata
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -30,6 +31,10 @@ from .collector import Reading, collect
 
 # an empty slot, and so no number of a block
 EMPTY = 2**16 - 1
+# a token that ends no character, or stands for nothing that a reader sees
+NOTHING = "·"
+# more tokens than one character has
+WINDOW = 8
 
 
 def encode(t: Tensor) -> str:
@@ -46,10 +51,9 @@ def encode_shares(t: Tensor | None, power: float = 1.0) -> str | None:
 def layer_data(reading: Reading) -> dict[str, Any]:
     """What the page needs of a layer, for the first sequence of a batch."""
     config, blocks = reading.config, reading.blocks
+    if reading.length >= EMPTY * config.selection_block_size:
+        raise ValueError(f"tokens must lie in fewer than {EMPTY} blocks, got {reading.length}")
     if blocks is not None:
-        last = int(blocks.max()) if blocks.numel() else 0
-        if last >= EMPTY:
-            raise ValueError(f"tokens must lie in fewer than {EMPTY} blocks, got block {last}")
         blocks = torch.where(blocks < 0, EMPTY, blocks)[0].to(torch.int32).to(torch.uint16)
     return {
         "name": reading.layer or "layer",
@@ -104,22 +108,16 @@ def page(
     if ids.ndim != 1 or ids.dtype not in INTEGER_DTYPES or not len(ids):
         raise ValueError(f"tokens must be ids [n] of one text, got {describe(tokens)}")
     texts = list(texts)
-    if len(texts) != len(ids):
-        raise ValueError(f"texts must have a text for each of {len(ids)} tokens, got {len(texts)}")
-    if others := [text for text in texts if not isinstance(text, str)]:
-        raise ValueError(f"texts must be strings, got {describe(others[:1])}")
-    if not isinstance(title, str):
-        raise ValueError(f"title must be a string, got {describe(title)}")
-    if not isinstance(model_kwargs, (Mapping, type(None))):
-        raise ValueError(f"model_kwargs must be a dict of arguments, got {describe(model_kwargs)}")
+    if len(texts) != len(ids) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"texts must be {len(ids)} strings, one a token, got {describe(texts)}")
     with (
-        collect(model, queries, layers=layers, seed=seed) as seen,
+        collect(model, queries, layers=layers, seed=seed) as collection,
         evaluating(model),
         torch.no_grad(),
     ):
-        weight = next(model.parameters(), None)
-        model(ids[None] if weight is None else ids[None].to(weight.device), **(model_kwargs or {}))
-    readings = seen.forward(0)
+        device = next((weight.device for weight in model.parameters()), None)
+        model(ids[None].to(device), **(model_kwargs or {}))
+    readings = collection.forward()
     for reading in readings:
         if reading.length != len(ids) or reading.documents is not None:
             raise ValueError(
@@ -138,3 +136,79 @@ def page(
     heading = html.escape(title).encode(errors="replace").decode()
     head, _, tail = template.partition("{{data}}")
     return head.replace("{{title}}", heading) + content + tail
+
+
+# what each token is in a text
+
+
+def visible(character: str) -> str:
+    """The picture of a control character of ASCII, other than newline and tab; the code of another
+    that a reader does not see, such as <U+202E>; else the character."""
+    code = ord(character)
+    is_seen = character.isprintable() or unicodedata.category(character) == "Zs"
+    if is_seen or character in "\n\t\u200c\u200d":
+        return character
+    if code < 32 or code == 127:
+        return "\u2421" if code == 127 else chr(0x2400 + code)
+    return f"<U+{code:04X}>"
+
+
+def byte_texts(data: bytes) -> list[str]:
+    """A text for each byte of UTF-8: its character at the first byte of a character, "·" at the
+    others, and pictures or codes of characters that a reader does not see."""
+    texts = []
+    for character in data.decode("utf-8", errors="surrogateescape"):
+        if "\udc80" <= character <= "\udcff":  # a byte of no character
+            texts.append("\ufffd")
+        else:
+            texts += [visible(character), *[NOTHING] * (len(character.encode()) - 1)]
+    return texts
+
+
+def first_document(data: bytes, marker: bytes) -> bytes:
+    """The bytes from the first marker up to the next one; all of them where there is none."""
+    start = max(0, data.find(marker))
+    end = data.find(marker, start + 1)
+    return data[start:] if end < 0 else data[start:end]
+
+
+def token_texts(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
+    """The tokens of a text, and what each of them is in it.
+
+    Together the pieces are the text up to the end of the last token. Characters that no token
+    stands for belong to the next one. Of tokens that share a character the first has it, and the
+    others have "·". Control characters, and others that a reader does not see, are pictures or
+    codes such as <U+202E>. A tokenizer without offsets, which is not "fast", gives what each token
+    adds to the decoded text; then the last token of a character has it. Special tokens that the
+    tokenizer adds have their name.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+
+    Returns:
+        n ids and n strings, as `page` takes them.
+    """
+    pieces = []
+    if not getattr(tokenizer, "is_fast", False):
+        ids = list(tokenizer(text, verbose=False)["input_ids"])
+        for i in range(len(ids)):
+            start = max(0, i - WINDOW)
+            prefix, longer = (decode(tokenizer, ids[start:end]) for end in (i, i + 1))
+            pieces.append("".join(map(visible, longer[len(prefix) :])) or NOTHING)
+        return ids, pieces
+    encoding = tokenizer(
+        text, return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False
+    )
+    ids, end = list(encoding["input_ids"]), 0
+    names = tokenizer.convert_ids_to_tokens(ids)
+    marks, offsets = encoding["special_tokens_mask"], encoding["offset_mapping"]
+    for name, is_added, (_, last) in zip(names, marks, offsets, strict=True):
+        piece = str(name) if is_added else "".join(map(visible, text[end:last]))
+        pieces.append(piece or NOTHING)
+        end = max(end, last)
+    return ids, pieces
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text.rstrip("\ufffd")  # a character of which tokens are missing

@@ -1,4 +1,7 @@
-"""Pictures of a collection, with matplotlib: what is read, the gates, the attention mass."""
+"""Pictures of a collection, as matplotlib Figures: what is read, the gates, the attention mass.
+
+All raise ValueError where there is nothing to draw, and ImportError without matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,8 @@ from .collector import Collection, Reading
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KIND_COLORS = {"initial": "#803ebe", "ranked": "#de600e", "local": "#1074b8"}
+KIND_COLORS = {"initial": "#803ebe", "ranked": "#de600e", "local": "#1074b8", "dense": "#8a8a84"}
 BRANCH_COLORS = {"compressed": "#5b8c3e", "selected": "#de600e", "window": "#1074b8"}
-DENSE_COLOR = "#8a8a84"
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Any]:
@@ -29,10 +31,10 @@ def new_figure(width: float, height: float) -> tuple[Figure, Any]:
     return figure, figure.subplots()
 
 
-def get_readings(collection: Any, index: int) -> list[Reading]:
+def get_readings(collection: Any) -> list[Reading]:
     if not isinstance(collection, Collection):
         raise ValueError(f"collection must be what collect gives, got {describe(collection)}")
-    return collection.forward(index)
+    return collection.forward()
 
 
 def plot_selection(reading: Reading, head: int = 0, *, sequence: int = 0) -> Figure:
@@ -40,19 +42,12 @@ def plot_selection(reading: Reading, head: int = 0, *, sequence: int = 0) -> Fig
     colours; the stronger, the larger the block's share of full attention. A row for each query.
 
     Args:
-        reading: of `collect`: `seen["layers.0.0"][0]`.
+        reading: of `collect`, with a selected branch: `seen["layers.0.0"][0]`.
         head, sequence: query head, and row of the batch.
-
-    Returns:
-        A matplotlib Figure: `figure.savefig("selection.png")`.
-
-    Raises:
-        ValueError: a layer without selected branch, or a head or sequence that is not there.
-        ImportError: matplotlib is not installed.
     """
     if not isinstance(reading, Reading):
         raise ValueError(f"reading must be a Reading of collect, got {describe(reading)}")
-    config = reading.config
+    config, s, length = reading.config, reading.config.selection_block_size, reading.length
     if reading.blocks is None or reading.block_mass is None:
         raise ValueError(f"reading must be of a selected branch, got {config.branches}")
     head = check_int("head", head, 0, config.heads)
@@ -60,32 +55,30 @@ def plot_selection(reading: Reading, head: int = 0, *, sequence: int = 0) -> Fig
     figure, axes = new_figure(7, 6)
     from matplotlib.collections import LineCollection
 
-    s, length = config.selection_block_size, reading.length
-    chosen = reading.blocks[sequence, :, head * reading.blocks.shape[2] // config.heads].tolist()
+    chosen = reading.blocks[sequence, :, head * reading.blocks.shape[2] // config.heads]
     mass = reading.block_mass[sequence, :, head]
-    strength = (0.25 + 0.75 * mass / mass.amax(dim=-1, keepdim=True).clamp(min=1e-9)).tolist()
-    positions = reading.positions[sequence].tolist()
-    colors = {kind: KIND_COLORS[kind] for kind in reading.kinds} | {"dense": DENSE_COLOR}
-    # lines and their alphas by kind
-    lines: dict[str, list[Any]] = {kind: [] for kind in colors}
-    alphas: dict[str, list[float]] = {kind: [] for kind in colors}
-    for i, t in enumerate(positions):
-        last = t + 1 if config.causal else length
-        blocks = zip(reading.kinds, chosen[i], strength[i], strict=True)
-        slots = [(kind, c * s, c * s + s, alpha) for kind, c, alpha in blocks if c >= 0]
-        if reading.dense[sequence, i]:
-            slots.append(("dense", 0, last, 0.6))
-        for kind, first, end, alpha in slots:
-            lines[kind].append([(first, t), (min(end, last), t)])
-            alphas[kind].append(alpha)
-    width = max(0.8, min(8.0, 300 / max(1, len(positions))))
-    for kind, segments in lines.items():
-        if kind == "dense" and not segments:
-            continue
-        options: dict[str, Any] = dict(colors=colors[kind], linewidths=width, capstyle="butt")
-        axes.add_collection(LineCollection(segments, alpha=alphas[kind] or None, **options))
+    strength = 0.25 + 0.75 * mass / mass.amax(dim=-1, keepdim=True).clamp(min=1e-9)
+    positions = reading.positions[sequence]
+    for kind in [*dict.fromkeys(reading.kinds), "dense"]:
+        if kind == "dense":
+            (query,) = reading.dense[sequence].nonzero(as_tuple=True)
+            if not len(query):
+                continue
+            first, end, alpha = 0 * query, 0 * query + length, None
+        else:
+            slots = [slot for slot, name in enumerate(reading.kinds) if name == kind]
+            query, slot = (chosen[:, slots] >= 0).nonzero(as_tuple=True)
+            first = s * chosen[:, slots][query, slot]
+            end, alpha = first + s, strength[:, slots][query, slot].tolist() or None
+        t = positions[query]
+        end = end.minimum(t + 1) if config.causal else end.clamp(max=length)
+        lines = torch.stack((first, t, end, t), dim=-1).unflatten(-1, (2, 2)).tolist()
+        width, color = max(0.8, min(8.0, 300 / max(1, len(positions)))), KIND_COLORS[kind]
+        axes.add_collection(
+            LineCollection(lines, alpha=alpha or 0.6, linewidths=width, colors=color)
+        )
         label = "all keys" if kind == "dense" else f"{kind} blocks"
-        axes.plot([], [], color=colors[kind], linewidth=6, label=label)
+        axes.plot([], [], color=color, linewidth=6, label=label)
     axes.set(
         xlim=(0, length), ylim=(length, 0), xlabel="key position (tokens)",
         ylabel="query position (tokens)",
@@ -96,21 +89,10 @@ def plot_selection(reading: Reading, head: int = 0, *, sequence: int = 0) -> Fig
     return figure
 
 
-def plot_gates(collection: Collection, index: int = -1) -> Figure:
-    """The gates of each branch by layer: the mean over queries, heads and sequences, and the range
-    of the heads.
-
-    Args:
-        collection: what `collect` gives. index: the call of each layer; the last by default.
-
-    Returns:
-        A matplotlib Figure.
-
-    Raises:
-        ValueError: no layer has gates, or a layer has no such call.
-        ImportError: matplotlib is not installed.
-    """
-    readings = get_readings(collection, index)
+def plot_gates(collection: Collection) -> Figure:
+    """The gates of each branch by layer, in its last call: the mean over queries, heads and
+    sequences, and the range of the heads."""
+    readings = get_readings(collection)
     if all(reading.gates is None for reading in readings):
         raise ValueError("collection must have a layer with gates: one branch alone has none")
     figure, axes = new_figure(max(4.5, 1.5 + 0.6 * len(readings)), 4)
@@ -133,26 +115,14 @@ def plot_gates(collection: Collection, index: int = -1) -> Figure:
     names = [reading.layer or "layer" for reading in readings]
     axes.set_xticks(range(len(readings)), names, rotation=30)
     axes.grid(axis="y", alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     return figure
 
 
-def plot_mass(collection: Collection, index: int = -1) -> Figure:
-    """The share of full attention that the chosen blocks hold, by layer and query head: a mean over
-    queries and sequences.
-
-    Args:
-        collection: what `collect` gives. index: the call of each layer; the last by default.
-
-    Returns:
-        A matplotlib Figure.
-
-    Raises:
-        ValueError: no layer has a selected branch, or a layer has no such call.
-        ImportError: matplotlib is not installed.
-    """
-    readings = [one for one in get_readings(collection, index) if one.mass is not None]
+def plot_mass(collection: Collection) -> Figure:
+    """The share of full attention that the chosen blocks hold, by layer and query head, in the
+    last call of each layer: a mean over queries and sequences."""
+    readings = [one for one in get_readings(collection) if one.mass is not None]
     if not readings:
         raise ValueError("collection must have a layer with a selected branch, got none")
     # a layer may have fewer heads
@@ -161,11 +131,6 @@ def plot_mass(collection: Collection, index: int = -1) -> Figure:
     heads = table.shape[1]
     figure, axes = new_figure(2.8 + 0.5 * heads, 1.8 + 0.45 * len(readings))
     image = axes.imshow(100 * table.numpy(), cmap="viridis", vmin=0, vmax=100, aspect="auto")
-    if table.numel() <= 256:
-        for y, x in (~table.isnan()).nonzero().tolist():
-            share = float(table[y, x])
-            color = "white" if share < 0.6 else "black"
-            axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", color=color)
     axes.set(xlabel="query head", ylabel="layer", title="Attention mass on chosen blocks")
     axes.set_xticks(range(0, heads, max(1, heads // 32)))
     axes.set_yticks(range(len(readings)), [one.layer or "layer" for one in readings])

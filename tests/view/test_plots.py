@@ -25,9 +25,7 @@ def test_selection_draws_each_chosen_block(tmp_path):
     (axes,) = figure.axes
     assert axes.get_xlabel() == "key position (tokens)" and "query head 3" in axes.get_title()
     drawn = [len(lines.get_segments()) for lines in axes.collections]
-    chosen = [
-        (reading.of_kind(kind)[1, :, 3] >= 0).sum() for kind in ("initial", "ranked", "local")
-    ]
+    chosen = [(reading.slots(kind)[1, :, 3] >= 0).sum() for kind in ("initial", "ranked", "local")]
     assert drawn == chosen
     for (first, t), (last, _) in (line for c in axes.collections for line in c.get_segments()):
         assert first % 8 == 0 and first < last <= min(first + 8, t + 1)
@@ -57,7 +55,7 @@ def test_gates_and_mass_by_layer(two_layers):
     for branch, line in enumerate(axes.lines):
         means = [reading.gates[..., branch].mean().item() for reading in readings]
         assert line.get_ydata() == pytest.approx(means, abs=1e-6)
-    axes, colors = plot_mass(two_layers, 0).axes
+    axes, colors = plot_mass(two_layers).axes
     table = torch.tensor(axes.images[0].get_array().data)
     torch.testing.assert_close(table, torch.stack([100 * r.mass.mean((0, 1)) for r in readings]))
     assert colors.get_ylabel() == "% of full attention"
@@ -73,7 +71,6 @@ def test_what_cannot_be_drawn(two_layers):
         (lambda: plot_selection(reading, sequence=2), "sequence must be an integer .* below 2"),
         (lambda: plot_selection(3), "reading must be a Reading of collect, got 3"),
         (lambda: plot_mass(3), "collection must be what collect gives, got 3"),
-        (lambda: plot_gates(two_layers, 1), "index must be a call that every layer has had"),
     ):
         with pytest.raises(ValueError, match=message):
             draw()

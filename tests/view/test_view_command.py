@@ -76,12 +76,12 @@ def test_as_a_module(folder):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--layers", "3"), "layers must name layers of the model"),
-        (("--queries", "0"), "argument --queries: must be a number of at least 1, got '0'"),
-        (("--max-tokens", "x"), "argument --max-tokens: must be a number of at least 1, got 'x'"),
-        (("--device", "tpu9"), "--device 'tpu9' is not usable here"),
+        (("--layers", "3"), "layers must be a list of names of layers"),
+        (("--queries", "0"), "queries must be an integer of at least 1, got 0"),
+        (("--max-tokens", "x"), "argument --max-tokens: invalid int value: 'x'"),
+        (("--device", "tpu9"), "--device must be a torch.device or the name of one"),
         (("--text", "nowhere"), "nowhere: No such file or directory"),
-        (("--text", "{folder}/empty"), "empty is empty"),
+        (("--text", "{folder}/empty"), "tokens must be ids [n] of one text"),
         (("--text", "{folder}"), "Is a directory"),
         (("--out", "{folder}"), "--out must be a file in a folder there is"),
         (("--settings", "{{}}"), "--settings goes with a model of transformers, got a run"),
