@@ -83,6 +83,9 @@ def attend(
 
     options: dict[str, Any] = {"block_mask": block_mask, "scale": scale}
     options["enable_gqa"] = q.shape[1] != k.shape[1]
+    if q.is_cuda and q.shape[2] > 1:
+        # torch's kernels of short queries have no tile for some symbolic lengths
+        options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if soft_cap is not None:
         options["score_mod"] = soft_cap_mod(soft_cap)
     if not return_lse:

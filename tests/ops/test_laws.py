@@ -119,12 +119,14 @@ def cut(outs, *at):
 
 def close(actual, expected):
     """Every row within a few units in the last place of its size and of the usual size. What is 0
-    but for rounding (the gradient of a row with one key) is a difference of larger terms."""
+    but for rounding (the gradient of a row with one key) is a difference of larger terms, which
+    are sums over the width of a head."""
     assert actual.isfinite().all()
     size = expected.double().norm(dim=-1)
     error = (actual.double() - expected.double()).norm(dim=-1)
     allowed = max(8 * torch.finfo(actual.dtype).eps, 2e-5)
-    assert (error <= allowed * (size + size.mean()) + 1e-5).all()
+    rounding = 1e-5 * (HEADS[2] / 16) ** 0.5
+    assert (error <= allowed * (size + size.mean()) + rounding).all()
 
 
 def assert_alike(actual, expected):
@@ -338,9 +340,8 @@ def test_two_sided_sees_everything(backend, dtype):
     v = call.tensors["v"].requires_grad_()
     call.tensors["cv"] = v.unflatten(1, (-1, D)).mean(2)
     with running(backend) as name:
-        out = call(name)
-        for i in (0, out.shape[1] // 2, out.shape[1] - 1):
-            (grad,) = torch.autograd.grad(out[:, i].float().sum(), v, retain_graph=True)
+        for i in (0, v.shape[1] // 2, v.shape[1] - 1):  # compiled graphs have one backward
+            (grad,) = torch.autograd.grad(call(name)[:, i].float().sum(), v)
             assert (grad.abs().sum((-1, -2)) > 0).all()
 
 

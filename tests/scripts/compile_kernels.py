@@ -8,11 +8,14 @@ here. Prints what each kernel takes: registers, and bytes of stack, which are sp
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU of this machine takes no part
 
 import torch
 import triton

@@ -14,7 +14,7 @@ from native_sparse_attention.ops.triton import elementwise
 from native_sparse_attention.ops.triton.operator import unit_stride
 from native_sparse_attention.rotary import Rotary, rotate
 from tests.helpers.budget import DEVICE
-from tests.helpers.calls import RANKING, draw, heads_first
+from tests.helpers.calls import RANKING, D, draw, heads_first
 from tests.helpers.interpreter import not_of_3_4
 from tests.helpers.memory import poisoned
 
@@ -36,6 +36,9 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+T = 3 * D  # tokens of three windows
+
+
 def beside_others(t):
     """Part of a projection, whose rows end in other heads."""
     return torch.cat((t, torch.randn_like(t)), 2)[:, :, : t.shape[2]]
@@ -52,7 +55,7 @@ def leaf(*shape):
 
 def call_of(branch, lie=heads_first, **settings):
     """A call of few tokens, whose tensors are leaves that `lie` lays out."""
-    settings = dict(place=(12, 12), heads=(4, 2, 16, 16), batch=1) | settings
+    settings = dict(place=(T, T), heads=(4, 2, 16, 16), batch=1) | settings
     call = draw(branch, lie=lie, **settings)
     return call._replace(tensors={n: t.requires_grad_() for n, t in call.tensors.items()})
 
@@ -65,7 +68,7 @@ def run(branch, **settings):
 def ranked(lie=heads_first):
     tensors = call_of("compressed", lie).tensors
     tensors = {name: tensors[name] for name in ("q", "ck", "mem_k")}
-    sizes = dict(RANKING, importance="probs", return_gates=True, seq_len=12)
+    sizes = dict(RANKING, importance="probs", return_gates=True, seq_len=T)
     return tensors, lambda: select_blocks(**tensors, **sizes, backend="triton")[1]
 
 
