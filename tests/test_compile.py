@@ -7,12 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from native_sparse_attention import (
-    KVCache,
-    PagedKVCache,
-    SparseAttention,
-    Transformer,
-)
+from native_sparse_attention import KVCache, PagedKVCache, SparseAttention, Transformer
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.transformer import Attention
 from tests.helpers.budget import DEVICE

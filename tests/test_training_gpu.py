@@ -11,11 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from native_sparse_attention import (
-    SparseAttention,
-    native_sparse_attention,
-    select_blocks,
-)
+from native_sparse_attention import SparseAttention, native_sparse_attention, select_blocks
 from tests.helpers.budget import assert_right
 from tests.helpers.calls import Call, under_selection
 

@@ -108,11 +108,7 @@ def test_linear_memory(name, monkeypatch):
 @pytest.mark.parametrize("name", [*EAGER, *DENSE])
 def test_transforms_refuse(name):
     f, x = (EAGER | DENSE)[name]
-    for transformed in (
-        lambda: jvp(f, (x,), (x,)),
-        lambda: vmap(f)(x[None]),
-        lambda: jacrev(f)(x),
-    ):
+    for transformed in (lambda: jvp(f, (x,), (x,)), lambda: vmap(f)(x[None]), lambda: jacrev(f)(x)):
         with pytest.raises(NotImplementedError, match="use torch.autograd"):
             transformed()
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="use torch.autograd"):

@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from native_sparse_attention import (
-    native_sparse_attention,
-)
+from native_sparse_attention import native_sparse_attention
 from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.ops.call import Call
 from native_sparse_attention.ops.triton import backend as triton_backend

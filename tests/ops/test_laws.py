@@ -8,17 +8,7 @@ import torch.nn.functional as F
 import native_sparse_attention as nsa
 from tests.helpers import selections
 from tests.helpers.budget import CUDA, DEVICE, running
-from tests.helpers.calls import (
-    BRANCHES,
-    DOCUMENTS,
-    HEADS,
-    LAYERS,
-    RANKING,
-    D,
-    S,
-    draw,
-    normal,
-)
+from tests.helpers.calls import BRANCHES, DOCUMENTS, HEADS, LAYERS, RANKING, D, S, draw, normal
 from tests.helpers.memory import poisoned
 
 KERNELS = [("triton", torch.float32)]
