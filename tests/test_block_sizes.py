@@ -7,13 +7,8 @@ import pickle
 import pytest
 import torch
 
-from native_sparse_attention import (
-    BlockSizes,
-    SparseAttention,
-    compressed_attention,
-    selected_attention,
-    sliding_window_attention,
-)
+import native_sparse_attention as nsa
+from native_sparse_attention import BlockSizes, sliding_window_attention
 from native_sparse_attention.block_sizes import BACKWARD, NAMES
 from tests.helpers.budget import DEVICE, draw
 from tests.helpers.layers import DIM, layer
@@ -46,7 +41,7 @@ def test_what_are_no_block_sizes():
         with pytest.raises(ValueError, match=message):
             sliding_window_attention(q, k, v, sliding_window_size=1, block_sizes=sizes)
         with pytest.raises(ValueError, match=message):
-            SparseAttention(32, 16, 2, 4, 4, 4, 1, block_sizes=sizes)
+            nsa.SparseAttention(32, 16, 2, 4, 4, 4, 1, block_sizes=sizes)
 
 
 def test_without_kernels_nothing_reads_them():
@@ -97,19 +92,16 @@ def launched(monkeypatch, as_written):
 
 def tiles(sizes, *kernels):
     """What `launched` holds where these sizes were used."""
-    pair = {
-        "forward": (sizes.block_q, sizes.block_k),
-        "window.forward": (sizes.block_q_window, sizes.block_k_window),
-        "query_major.forward": (sizes.block_q_selected, sizes.block_k_selected),
-        "key_major.forward": (sizes.block_q_selected, sizes.block_k_selected),
-        "dq": (sizes.block_q_dq, sizes.block_k_dq),
-        "window.dq": (sizes.block_q_window_dq, sizes.block_k_window_dq),
-        "query_major.dq": (sizes.block_q_selected_dq, sizes.block_k_selected_dq),
-        "dkv": (sizes.block_q_dkv, sizes.block_k_dkv),
-        "window.dkv": (sizes.block_q_window_dkv, sizes.block_k_window_dkv),
-        "key_major.backward": (sizes.block_q_selected_dkv, sizes.block_k_selected_dkv),
+    part = {
+        "forward": "", "window.forward": "_window", "query_major.forward": "_selected",
+        "key_major.forward": "_selected", "dq": "_dq", "window.dq": "_window_dq",
+        "query_major.dq": "_selected_dq", "dkv": "_dkv", "window.dkv": "_window_dkv",
+        "key_major.backward": "_selected_dkv",
+    }  # fmt: skip
+    return {
+        (name, *(getattr(sizes, axis + part[name]) for axis in ("block_q", "block_k")))
+        for name in kernels
     }
-    return {(kernel, *pair[kernel]) for kernel in kernels}
 
 
 @kernels
@@ -152,13 +144,13 @@ def test_branches(launched):
         ),
         ("forward", "dq", "dkv"): (
             functools.partial(
-                compressed_attention, q, ck, cv, compress_block_sliding_stride=4, seq_len=40
+                nsa.compressed_attention, q, ck, cv, compress_block_sliding_stride=4, seq_len=40
             ),
             [q, ck, cv],
         ),
         ("window.forward", "window.dq", "window.dkv", "query_major.forward", "query_major.dq",
          "key_major.backward"): (
-            functools.partial(selected_attention, q, k, v, lists, selection_block_size=32),
+            functools.partial(nsa.selected_attention, q, k, v, lists, selection_block_size=32),
             [q, k, v],
         ),
     }  # fmt: skip

@@ -222,29 +222,6 @@ def test_ranking_on_rotated_keys():
     close(module(x), module.combine_heads(out.flatten(2)))
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (dict(branches=()), "branches must be some of 'compressed', 'selected', 'window'"),
-        (dict(branches="selected"), "branches must be some of"),
-        (dict(branches=("selected", "selected")), "each once"),
-        (dict(branches=("selected", "far")), "each once, got"),
-        (dict(dense_length=8), r"dense_length goes with branches=\('selected',\) only"),
-        (dict(ONE, dense_length=-1), "dense_length must be an integer of at least 0"),
-        (dict(ONE, dense_length=6, selection_stride=4), "a multiple of selection_stride=4"),
-        (dict(rank_rotated=True), "rank_rotated=True needs branches without 'compressed'"),
-        (dict(ONE, rank_rotated=1), "rank_rotated must be"),
-        (
-            dict(ONE, strategy_combine_mlp=torch.nn.Linear(DIM, 4)),
-            "strategy_combine_mlp must be None",
-        ),
-    ],
-)
-def test_bad_settings(given, message):
-    with pytest.raises(ValueError, match=message):
-        layer(**given)
-
-
 def test_tensors_without_a_branch():
     tokens, compressed = tensors()
     extra = dict(

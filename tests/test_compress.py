@@ -203,26 +203,6 @@ def test_pools_by_hand():
     torch.testing.assert_close(AttentionPool(2, 2)(kv), expected)
 
 
-BAD = [
-    (default_compress_mlp, (2, 2), {"expand_factor": 0.1}, "expand_factor"),
-    (default_compress_mlp, (2, 2), {"start": "mean"}, "start"),
-    (GroupedMLP, (2, 2, 1), {"expand_factor": 0.0}, "expand_factor"),
-    (CompressTransformer, (1, 4, 3), {}, "num_heads"),
-    (SumPool, (2,), {"gain": float("nan")}, "gain"),
-]
-
-
-@pytest.mark.parametrize("network, args, kwargs, argument", BAD)
-def test_bad_arguments_are_named(network, args, kwargs, argument):
-    with pytest.raises(ValueError, match=f"^{argument} "):
-        network(*args, **kwargs)
-
-
-def test_transformer_names_a_wrong_width():
-    with pytest.raises(ValueError, match="kv must have h \\* d = dim = 8, got h=3 and d=4"):
-        CompressTransformer(1, 8, 2)(torch.randn(1, 3, 2, L, 4))
-
-
 # windows of a whole sequence, without copies
 
 SLIDING = ["mean", "sum"]

@@ -165,13 +165,8 @@ def test_package_raises_and_warns_but_never_asserts_or_prints():
 
 
 def run_python(code: str, **env: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **env},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command, env = [sys.executable, "-c", code], {**os.environ, **env}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -279,16 +274,27 @@ def test_documentation_runs(document, line, code):
     exec(source, {"__name__": "__main__"})
 
 
-def test_pictures_can_be_drawn(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name, folder",
+    [
+        ("draw_masks", "IMAGES"),
+        pytest.param("draw_gallery", "PICTURES", marks=pytest.mark.slow),
+    ],
+)
+def test_pictures_can_be_drawn(name, folder, tmp_path, monkeypatch):
     """`make docs` works; what the pictures show is what the other tests hold."""
-    spec = importlib.util.spec_from_file_location("draw_masks", ROOT / "docs" / "draw_masks.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    monkeypatch.setattr(script, "IMAGES", tmp_path)
+    committed = {path.name: path for path in getattr(script, folder).glob("*.png")}
+    monkeypatch.setattr(script, folder, tmp_path)
     script.main()
-    committed = sorted(path.name for path in (ROOT / "docs" / "images").glob("*.png"))
-    drawn = sorted(path.name for path in tmp_path.iterdir())
-    assert set(drawn) <= set(committed), "a new picture: run `make docs` and commit it"
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn <= committed.keys(), "a new picture: run `make docs` and commit it"
+    if name == "draw_gallery":
+        page = (ROOT / "docs" / "masks.md").read_text(encoding="utf-8")
+        assert drawn == committed.keys() and all(f"(masks/{name})" in page for name in drawn)
+        assert sum(path.stat().st_size for path in committed.values()) < 400_000
 
 
 def published_files() -> list[Path]:

@@ -7,7 +7,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from native_sparse_attention import SparseAttention, Transformer
-from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.rotary import rotate
 from tests.helpers.layers import DIM, layer, normal
 
@@ -205,40 +204,3 @@ def test_transformer(checkpointing):
         model(ids, return_cache=True, ranking_queries=3)
     with pytest.raises(ValueError, match="ranking_queries goes with layers of importance='index'"):
         Transformer(16, DIM, 1, 8, 4)(ids, ranking_queries=3)
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (dict(branches=("compressed", "selected")), "needs branches without 'compressed'"),
-        (dict(use_diff_topk=True), "use_diff_topk must be False"),
-        (dict(query_heads_share_selected_kv=False), "query_heads_share_selected_kv True"),
-        (dict(index_heads=3), "index_heads must be 1 or kv_heads=2, got 3"),
-        (dict(index_dim=6, rank_rotated=True), "index_dim must be at least 8"),
-        (dict(index_dim=0), "index_dim must be an integer of at least 1"),
-        (dict(index_pool="sum"), "index_pool must be one of 'max', 'mean'"),
-        (dict(compress_mlp=MeanPool()), "compress_mlp must be None with importance='index'"),
-    ],
-)
-def test_bad_settings(given, message):
-    with pytest.raises(ValueError, match=message):
-        layer(**{**INDEX, "rank_rotated": False, **given})
-
-
-def test_bad_calls():
-    module, x = layer(**INDEX), normal(1, 20, DIM)
-    for given, message in (
-        (dict(ranking_queries=0), "ranking_queries must be an integer of at least 1"),
-        (dict(ranking_queries=torch.rand(3)), r"ranking_queries must be \[m\] integers"),
-        (dict(ranking_queries=torch.tensor([4, 20])), "must be positions from 0 to 19"),
-        (
-            dict(ranking_queries=3, generator=1),
-            "generator must be a torch.Generator or None, got 1",
-        ),
-        (dict(ranking_queries=3, ranking_weights="norm"), "ranking_weights must be one of"),
-        (dict(ranking_queries=3, return_cache=True), "ranking_queries must be None with a cache"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            module(x, **given)
-    with pytest.raises(ValueError, match="ranking_queries goes with importance='index'"):
-        layer()(x, ranking_queries=3)

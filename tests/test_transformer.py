@@ -1,6 +1,5 @@
 """The language model: both kinds of attention, loss, packing, caches, checkpointing."""
 
-import re
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from rotary_embedding_torch import RotaryEmbedding
 
 from native_sparse_attention import Transformer
 from native_sparse_attention.compress import GroupedMLP
-from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN, Attention
+from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN
 from tests.helpers.layers import close, randomize
 
 SHAPE = dict(num_tokens=32, dim=16, depth=2, dim_head=8, heads=2, kv_heads=1)
@@ -145,25 +144,3 @@ def test_flex_masks(untraced_flex):
     with torch.no_grad():
         torch.testing.assert_close(net(ids), plain(ids))
         torch.testing.assert_close(net(ids, disable_flex=True), plain(ids))
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: Transformer(0, 16, 1), "num_tokens must be an integer of at least 1, got 0"),
-        (
-            lambda: model(use_flex_fine_selection=True, use_triton_fine_selection=True),
-            "use_flex_fine_selection and use_triton_fine_selection are two ways",
-        ),
-        (lambda: model(local_layers=1), "must be a list of indices of layers, got 1"),
-        (lambda: model(local_layers=[3]), "below 2, got 3"),
-        (lambda: model(False, local_layers=[1]), "local_layers must be empty with use_sparse_attn"),
-        (lambda: model()(tokens(2, 1), return_loss=True), "ids must have at least 2 tokens"),
-        (lambda: model()(tokens(2, 1), cache=[]), "cache must hold one KVCache for each of 2"),
-        (lambda: model()(tokens(2, 3), lengths=[1, 2]), "lengths goes with a cache"),
-        (lambda: Attention(16, 8, 2)("x"), "x must be a tensor of floating dtype, got 'x'"),
-    ],
-)
-def test_bad_calls(call, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call()

@@ -3,7 +3,6 @@ mask allows."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -92,18 +91,3 @@ def test_operations_are_those_of_the_allowed_pairs(name):
 def test_every_mask_of_the_catalogue_but_those_of_other_keys_is_timed():
     for name in catalog.CATALOG.keys() - masks.ASYMMETRIC:
         assert masks.facts(masks.Mask(name), 144, CPU)["pairs"] > 0
-
-
-@pytest.mark.slow
-def test_pictures_can_be_drawn(tmp_path, monkeypatch):
-    """As they are committed, one for each mask, and small."""
-    spec = importlib.util.spec_from_file_location("draw_gallery", ROOT / "docs/draw_gallery.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    committed = {path.name: path for path in script.PICTURES.glob("*.png")}
-    monkeypatch.setattr(script, "PICTURES", tmp_path)
-    script.main()
-    assert {path.name for path in tmp_path.iterdir()} == set(committed)
-    assert sum(path.stat().st_size for path in committed.values()) < 400_000
-    page = masks.PAGE.read_text(encoding="utf-8")
-    assert all(f"(masks/{name})" in page for name in committed)

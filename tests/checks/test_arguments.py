@@ -13,9 +13,10 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
 import native_sparse_attention as nsa
-from native_sparse_attention import KVCache, PagedKVCache, SparseAttention, Transformer, masks
+from native_sparse_attention import KVCache, SparseAttention, Transformer, masks, varlen
 from native_sparse_attention import compress as networks
 from native_sparse_attention.generate import sample_token
+from native_sparse_attention.transformer import Attention
 
 B, T, H, K, D = 2, 16, 4, 2, 8
 SELECTION = dict(
@@ -55,7 +56,7 @@ def calls():
         "SparseAttention": (SparseAttention, LAYER),
         "Transformer": (Transformer, MODEL),
         "KVCache": (KVCache, {}),
-        "PagedKVCache": (PagedKVCache, paged),
+        "PagedKVCache": (nsa.PagedKVCache, paged),
         "layer": (layer.forward, dict(inp=torch.randn(B, T, 16))),
         "model": (model.forward, dict(ids=ids)),
         "stream": (model.stream, dict(prompt=ids, seq_len=T + 1)),
@@ -107,6 +108,7 @@ NUMBERS = ("1", True, float("nan"), float("inf"), 1j, [1.0], torch.ones(()))
 FACTORS = {
     "scale", "soft_cap", "softmax_scale", "mask_value", "cap", "temperature", "filter_thres",
     "top_p", "dropout", "expand_factor", "ff_expansion_factor", "compress_mlp_expand_factor",
+    "qk_norm_eps",
 }  # fmt: skip
 
 
@@ -213,109 +215,216 @@ def test_unexpected_keywords():
             nsa.sliding_window_attention(q, k, v, sliding_window_size=3, softcap=1.0)
 
 
-MESSAGES = {
-    "heads must be a multiple of kv_heads, got heads=4 and kv_heads=3": dict(kv_heads=3),
-    "dim_head must be even for rotary embedding, got 7": dict(dim_head=7),
-    "compress_block_size must be at least": dict(compress_block_sliding_stride=16),
-    "must divide one another, got 10 and 4": dict(selection_block_size=10),
-    "selection_stride must divide selection_block_size=8": dict(selection_stride=3),
-    "importance must be one of 'logits', 'probs', 'max', 'index'": dict(importance="mean"),
-    "use_triton_kernel=True asks for": dict(backend="flex", use_triton_kernel=True),
-    "interpolated_importance_score=True goes with importance='logits' only": dict(
-        importance="probs", interpolated_importance_score=True
+ONE = dict(branches=("selected",))
+INDEX = dict(ONE, importance="index")
+PACKED = torch.tensor([0, T])
+WINDOW = dict(dim_head=2, compress_window_size=2)
+# calls beside those above
+BASES = CALLS | {
+    "two-sided": (SparseAttention(**LAYER | dict(causal=False)), dict(inp=X)),
+    "index": (SparseAttention, LAYER | INDEX),
+    "index layer": (SparseAttention(**LAYER | INDEX), dict(inp=X)),
+    "a row": (SparseAttention(**LAYER), dict(inp=X[:1])),
+    "dense layer": (Attention(16, 8, 2), dict(x=X)),
+    "preset": (nsa.NSAConfig.preset, dict(name="paper", dim=32, dim_head=16, heads=4)),
+    "nsa_cost": (nsa.nsa_cost, dict(config=nsa.NSAConfig(**LAYER), T=8)),
+    "warmup": (nsa.warmup, dict(config=nsa.NSAConfig(**LAYER))),
+    "one row": (
+        nsa.sliding_window_attention,
+        dict(q=X[:1].unflatten(2, (2, 8)), sliding_window_size=2)
+        | dict.fromkeys("kv", X[:1].unflatten(2, (2, 8))),
     ),
-    "rotary_emb must have use_xpos=False": dict(rotary_emb=RotaryEmbedding(8, use_xpos=True)),
-    "a vector of 1 to dim_head / 2 = 4 finite floats": dict(rotary_emb=RotaryEmbedding(16)),
-    "rope_theta must be a positive finite number, got int 1000": dict(rope_theta=10**400),
+    "windows": (
+        nsa.compressed_attention,
+        dict(q=X[:1].unflatten(2, (2, 8)), compress_block_sliding_stride=4)
+        | dict.fromkeys(("ck", "cv"), X[:1, :2].unflatten(2, (2, 8))),
+    ),
+    "MLP": (networks.default_compress_mlp, dict(WINDOW, expand_factor=0.01)),
+    "GroupedMLP": (networks.GroupedMLP, dict(WINDOW, heads=1, expand_factor=0.0)),
+    "CompressTransformer": (networks.CompressTransformer, dict(num_layers=1, dim=4, num_heads=3)),
+    "SumPool": (networks.SumPool, dict(dim_head=2, gain=float("nan"))),
+    "kv": (networks.CompressTransformer(1, 8, 2), dict(kv=torch.randn(1, 3, 2, 5, 4))),
+    "two-sided model": (Transformer(**MODEL, causal=False).stream, CALLS["stream"][1]),
+}
+TWO_WAYS = "use_flex_fine_selection and use_triton_fine_selection are two ways"
+# what a call is changed by, of each message
+REFUSED = {
+    "SparseAttention": {
+        "heads must be a multiple of kv_heads, got heads=4 and kv_heads=3": dict(kv_heads=3),
+        "dim_head must be even for rotary embedding, got 7": dict(dim_head=7),
+        "compress_block_size must be at least": dict(compress_block_sliding_stride=16),
+        "must divide one another, got 10 and 4": dict(selection_block_size=10),
+        "selection_stride must divide selection_block_size=8": dict(selection_stride=3),
+        "importance must be one of 'logits', 'probs', 'max', 'index'": dict(importance="mean"),
+        "use_triton_kernel=True asks for": dict(backend="flex", use_triton_kernel=True),
+        "interpolated_importance_score=True goes with importance='logits' only": dict(
+            importance="probs", interpolated_importance_score=True
+        ),
+        "rotary_emb must have use_xpos=False": dict(rotary_emb=RotaryEmbedding(8, use_xpos=True)),
+        "a vector of 1 to dim_head / 2 = 4 finite floats": dict(rotary_emb=RotaryEmbedding(16)),
+        "rope_theta must be a positive finite number, got int 1000": dict(rope_theta=10**400),
+        "soft_cap must be a number of at least 1.2e-38 or None, got -1.0": dict(soft_cap=-1.0),
+        "compress_mlp_expand_factor must be a finite": dict(compress_mlp_expand_factor=0),
+        "qk_norm_eps must be a finite number above 0, got 0.0": dict(qk_norm_eps=0.0),
+        "branches must be some of 'compressed', 'selected', 'window', each": dict(branches=()),
+        "each once, got 'selected'": dict(branches="selected"),
+        "each once, got ('selected', 'selected')": dict(branches=("selected", "selected")),
+        "each once, got ('selected', 'far')": dict(branches=("selected", "far")),
+        "dense_length goes with branches=('selected',) only": dict(dense_length=8),
+        "dense_length must be a multiple of selection_stride=4": dict(
+            ONE, dense_length=6, selection_stride=4
+        ),
+        "rank_rotated=True needs branches without 'compressed'": dict(rank_rotated=True),
+        "strategy_combine_mlp must be None": dict(ONE, strategy_combine_mlp=nn.Linear(16, 4)),
+        "compress_mlp must have no parameters to train": dict(
+            ONE, compress_mlp=networks.AttentionPool(8, 8)
+        ),
+    },
+    "index": {
+        "needs branches without 'compressed'": dict(branches=("compressed", "selected")),
+        "use_diff_topk must be False": dict(use_diff_topk=True),
+        "query_heads_share_selected_kv True": dict(query_heads_share_selected_kv=False),
+        "index_heads must be 1 or kv_heads=2, got 3": dict(index_heads=3),
+        "index_dim must be at least 8": dict(
+            index_dim=6, rank_rotated=True, compress_block_size=1, compress_block_sliding_stride=1
+        ),
+        "compress_mlp must be None with": dict(compress_mlp=networks.MeanPool()),
+    },
+    "index layer": {
+        "ranking_queries must be an integer of at least 1": dict(ranking_queries=0),
+        "ranking_queries must be [m] integers": dict(ranking_queries=torch.rand(3)),
+        "must be positions from 0 to 15": dict(ranking_queries=torch.tensor([4, 20])),
+        "generator must be a torch.Generator or": dict(ranking_queries=3, generator=1),
+        "ranking_weights must be one of": dict(ranking_queries=3, ranking_weights="norm"),
+        "ranking_queries must be None with a": dict(ranking_queries=3, return_cache=True),
+    },
+    "layer": {
+        "inp must have shape [b, n, 16], got [2, 16, 3]": dict(inp=X[..., :3]),
+        "cache must be a KVCache, got tuple": dict(cache=((X, X),)),
+        "generator must be a torch.Generator or None, got 3": dict(generator=3),
+        "sliding_window_flex_mask must be a BlockMask": dict(sliding_window_flex_mask=X.numpy()),
+        "fine_selection_flex_mask must be a function": dict(fine_selection_flex_mask=X.numpy()),
+        "lengths goes with a cache": dict(lengths=[1, 2]),
+        "between 0 and 16": dict(cache=KVCache(), lengths=[1, 17]),
+        "cache holds 3 rows but the input has 2": dict(cache=KVCache(batch=3)),
+        "mask must be bool of shape [2, 16] on cpu": dict(mask=torch.zeros(B, T)),
+        "tensor of shape [2, 16] on meta": dict(mask=torch.ones(B, T, device="meta").bool()),
+        "tensor of shape [2, 1, 16, 16]": dict(mask=torch.ones(B, 1, T, T, dtype=torch.bool)),
+        "ranking_queries goes with importance='index'": dict(ranking_queries=3),
+        "documents must be varlen.Documents, got list": dict(documents=[1]),
+    },
+    "two-sided": {"need causal=True": dict(return_cache=True)},
+    "a row": {
+        "cu_seqlens must be None with a cache": dict(cu_seqlens=PACKED, cache=KVCache()),
+        "documents and cu_seqlens are two ways": dict(
+            cu_seqlens=PACKED,
+            documents=varlen.layout((1, T), X.device, 8, cu_seqlens=PACKED).documents,
+        ),
+        "mask and lengths are two ways": dict(
+            mask=torch.ones(1, T, dtype=torch.bool), lengths=[8], cache=KVCache()
+        ),
+        "mask must be bool of shape [1, 16]": dict(mask=torch.ones(1, 7, dtype=torch.bool)),
+    },
+    "dense layer": {"x must be a tensor of floating dtype, got 'x'": dict(x="x")},
+    "preset": {
+        "name must be one of": dict(name="dense"),
+        "length must be an integer of at least 1, got 0": dict(length=0),
+        "length must be an integer of at least 1, got 2.5": dict(length=2.5),
+    },
+    "Transformer": {
+        TWO_WAYS: dict(
+            use_sparse_attn=True, use_flex_fine_selection=True, use_triton_fine_selection=True
+        ),
+        "must be a list of indices of layers, got 1": dict(use_sparse_attn=True, local_layers=1),
+        "below 1, got 3": dict(use_sparse_attn=True, local_layers=[3]),
+        "sparse_attn_kwargs must be a dict": dict(sparse_attn_kwargs=[1]),
+        "local_layers must be empty with use_sparse_attn=False": dict(local_layers=[0]),
+    },
+    "model": {
+        "give torch.tensor(ids)": dict(ids=[[1, 2]]),
+        "give ids.long()": dict(ids=torch.ones(2, 3)),
+        "ids must be a tensor of integers": dict(ids=torch.ones(2, 3, dtype=torch.bool)),
+        "ids must have shape [b, n], got [3]": dict(ids=torch.ones(3, dtype=torch.long)),
+        "ids must be token ids from 0 to 31": dict(ids=torch.tensor([[0, 32]])),
+        "got -1": dict(ids=torch.tensor([[-1, 3]])),
+        "ids must have at least 2 tokens": dict(
+            ids=torch.zeros(2, 1, dtype=torch.long), return_loss=True
+        ),
+        "cache must hold one KVCache for each of 1": dict(cache=[]),
+        "lengths goes with a cache": dict(lengths=[1, 2]),
+        "ranking_queries goes with layers of importance='index'": dict(ranking_queries=3),
+    },
+    "stream": {
+        "seq_len must be an integer of at least 16, got 3": dict(seq_len=3),
+        "stop_tokens must be an integer of at least 0 and below 32": dict(stop_tokens=32),
+        "at least 0, got 1.5": dict(stop_tokens=[1.5]),
+        "at least 0, got -1": dict(stop_tokens=-1),
+        "generator must be a torch.Generator": dict(generator=5),
+        "prompt_lengths must be integers": dict(prompt_lengths=[True, 5]),
+        "one for each row, got [1.0, 5]": dict(prompt_lengths=[1.0, 5]),
+        "prompt_lengths must be 2 integers between 1 and 16, the prompt's, got [5]": dict(
+            prompt_lengths=[5]
+        ),
+        "got [0, 5]": dict(prompt_lengths=[0, 5]),
+        "top_k must be an integer of at least 1, got 0": dict(top_k=0),
+        "filter_thres must be in [0, 1), got 1.0": dict(filter_thres=1.0),
+        "top_p must be in (0, 1], got 0.0": dict(top_p=0.0),
+        "with at least one token": dict(prompt=torch.zeros(2, 0, dtype=torch.long)),
+        "prompt must have shape [b, n], got [5]": dict(prompt=torch.zeros(5, dtype=torch.long)),
+    },
+    "two-sided model": {"sampling needs causal=True": {}},
+    "one row": {
+        "rise from 0 to the number of tokens, 16": dict(cu_seqlens=torch.tensor([0, 5, 3, T])),
+        "and never fall, got [1, 16]": dict(cu_seqlens=torch.tensor([1, T])),
+        "and never fall, got [0, 7]": dict(cu_seqlens=torch.tensor([0, 7])),
+        "cu_seqlens must be int32 or int64": dict(cu_seqlens=PACKED.float()),
+        "[documents + 1]": dict(cu_seqlens=PACKED[None]),
+        "two ways": dict(cu_seqlens=PACKED, mask=torch.ones(1, T, dtype=torch.bool)),
+        "mask must be bool": dict(mask=torch.ones(1, T)),
+        "segment_ids must be int32 or int64": dict(segment_ids=torch.ones(1, 7).long()),
+        "q_offset must be None": dict(cu_seqlens=PACKED, q_offset=3),
+        "soft_cap must be": dict(soft_cap=0.0),
+        "sinks must be floating of shape [2]": dict(sinks=torch.zeros(3)),
+        "backend must be a name or a tuple of names, got None": dict(backend=None),
+        "backend must be a name or a tuple of at least one": dict(backend=()),
+    },
+    "window": {"one row of packed documents, got a batch of 2": dict(cu_seqlens=PACKED)},
+    "windows": {
+        "ck must hold the 3 complete windows": dict(cu_seqlens=torch.tensor([0, 3, T])),
+        "compress_block_sliding_stride must be an integer": dict(
+            cu_seqlens=PACKED, compress_block_sliding_stride="4"
+        ),
+    },
+    "nsa_cost": {
+        "config must be an NSAConfig": dict(config={"dim": 4}),
+        "T must be": dict(T=0),
+        "batch must be": dict(batch=0),
+        "dtype must be a floating dtype": dict(dtype=torch.int32),
+    },
+    "warmup": {
+        "config must be an NSAConfig": dict(config={"dim": 4}),
+        "dtype must be one of torch.bfloat16": dict(dtype="bf16"),
+        "got torch.float64": dict(dtype=torch.float64),
+        "lengths must be a sequence": dict(lengths=2048),
+        "lengths must be an integer": dict(lengths=[0]),
+        "training must be": dict(training="yes"),
+        "device must be a torch.device or the name of one, got 'nope'": dict(device="nope"),
+        "got 3.0": dict(device=3.0),
+        "device must be a CUDA device, got device": dict(device="cpu"),
+    },
+    "MLP": {"leaves at least one hidden unit of 4": {}, "start must be one of": dict(start="mean")},
+    "GroupedMLP": {"leaves at least one hidden unit of 4, got 0.0": {}},
+    "CompressTransformer": {"num_heads must divide dim=4, got 3": {}},
+    "SumPool": {"gain must be a finite number above 0, got nan": {}},
+    "kv": {"kv must have h * d = dim = 8, got h=3 and d=4": {}},
 }
 
 
-CALLS_OF_LAYERS = {
-    "inp must have shape [b, n, 16], got [2, 16, 3]": lambda layer: layer(X[..., :3]),
-    "need causal=True": lambda layer: SparseAttention(**LAYER | dict(causal=False))(
-        X, return_cache=True
-    ),
-    "cache must be a KVCache, got tuple": lambda layer: layer(X, cache=((X, X),)),
-    "generator must be a torch.Generator or None, got 3": lambda layer: layer(X, generator=3),
-    "sliding_window_flex_mask must be a BlockMask": lambda layer: layer(
-        X, sliding_window_flex_mask=X.numpy()
-    ),
-    "fine_selection_flex_mask must be a function": lambda layer: layer(
-        X, fine_selection_flex_mask=X.numpy()
-    ),
-    "lengths goes with a cache": lambda layer: layer(X, lengths=[1, 2]),
-    "between 0 and 16": lambda layer: layer(X, cache=KVCache(), lengths=[1, 17]),
-    "cache holds 3 rows but the input has 2": lambda layer: layer(X, cache=KVCache(batch=3)),
-}
-
-
-def test_triton_says_why_not():
-    layer = SparseAttention(**LAYER, backend="triton").double()
-    with pytest.raises(
-        NotImplementedError, match="backend 'triton' cannot run.*Use backend='auto'"
-    ):
-        layer(X.double())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert layer(X.double(), disable_triton_kernel=True).shape == X.shape
-
-
-def test_more_blocks_than_there_are():
-    torch.manual_seed(0)
-    few, many = (SparseAttention(**{**LAYER, "num_selected_blocks": n}) for n in (64, 60_000))
-    many.load_state_dict(few.state_dict())
-    torch.testing.assert_close(many(X), few(X))
-
-
-def sample(**change):
-    prompt = torch.zeros(1, 4, dtype=torch.long)
-    Transformer(**MODEL).sample(**dict(prompt=prompt, seq_len=6) | change)
-
-
-HINTS = {
-    "settings": (lambda change: SparseAttention(**{**LAYER, **change}), MESSAGES),
-    "layer": (lambda call: call(SparseAttention(**LAYER)), CALLS_OF_LAYERS),
-    "mask": (
-        lambda mask: SparseAttention(**LAYER)(X, mask=mask),
-        {
-            "mask must be bool of shape [2, 16] on cpu": torch.zeros(B, T),
-            "tensor of shape [2, 16] on meta": torch.ones(B, T, dtype=torch.bool, device="meta"),
-        },
-    ),
-    "ids": (
-        lambda ids: Transformer(**MODEL)(ids),
-        {
-            "give torch.tensor(ids)": [[1, 2]],
-            "give ids.long()": torch.ones(2, 3),
-            "ids must be a tensor of integers": torch.ones(2, 3, dtype=torch.bool),
-            "ids must have shape [b, n], got [3]": torch.ones(3, dtype=torch.long),
-            "ids must be token ids from 0 to 31": torch.tensor([[0, 32]]),
-            "got -1": torch.tensor([[-1, 3]]),
-        },
-    ),
-    "sampling": (
-        lambda change: sample(**change),
-        {
-            "seq_len must be an integer of at least 4, got 3": dict(seq_len=3),
-            "stop_tokens must be an integer of at least 0 and below 32": dict(stop_tokens=32),
-            "generator must be a torch.Generator": dict(generator=5),
-            "prompt_lengths must be integers": dict(prompt_lengths=[True]),
-        },
-    ),
-    "sparse_attn_kwargs": (
-        lambda settings: Transformer(**MODEL, sparse_attn_kwargs=settings),
-        {"sparse_attn_kwargs must be a dict": [1]},
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "argument, message", [(name, message) for name, (_, bad) in HINTS.items() for message in bad]
-)
-def test_hints(argument, message):
-    call, bad = HINTS[argument]
+@pytest.mark.parametrize("call, message", [(call, m) for call, bad in REFUSED.items() for m in bad])
+def test_refused(call, message):
+    function, base = BASES[call]
     with pytest.raises(ValueError, match=re.escape(message)):
-        call(bad[message])
+        function(**base | REFUSED[call][message])
 
 
 def test_loss_with_a_cache():

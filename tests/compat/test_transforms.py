@@ -8,29 +8,13 @@ import torch
 from torch.autograd import forward_ad
 from torch.func import jacrev, jvp, vmap
 
-from native_sparse_attention import (
-    KVCache,
-    SegmentIds,
-    SparseAttention,
-    block_masked_attention,
-    chunked_attention,
-    compressed_attention,
-    mha_reference,
-    select_blocks,
-    selected_attention,
-    sliding_window_attention,
-)
+import native_sparse_attention as nsa
 from native_sparse_attention.masks import tanh_approx
 from native_sparse_attention.ops import chunked
 from tests.helpers.budget import DEVICE
 
 # torch's own, as it loads forward-mode AD
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def normal(*shape):
@@ -46,7 +30,7 @@ SEGMENTS = torch.arange(12)[None] // 5
 
 
 def gates(q):
-    return select_blocks(
+    return nsa.select_blocks(
         q, CK, seq_len=12, compress_block_size=4, compress_block_sliding_stride=4,
         num_selected_blocks=1, return_gates=True, importance="probs", **PLACE,
     )[1]  # fmt: skip
@@ -54,26 +38,28 @@ def gates(q):
 
 EAGER = {
     "compressed": (
-        lambda q: compressed_attention(q, CK, CV, compress_block_sliding_stride=4, backend="eager"),
+        lambda q: nsa.compressed_attention(
+            q, CK, CV, compress_block_sliding_stride=4, backend="eager"
+        ),
         Q,
     ),
-    "selected": (lambda k: selected_attention(Q, k, V, INDICES, **PLACE), KEYS),
-    "window": (lambda q: sliding_window_attention(q, KEYS, V, sliding_window_size=3), Q),
+    "selected": (lambda k: nsa.selected_attention(Q, k, V, INDICES, **PLACE), KEYS),
+    "window": (lambda q: nsa.sliding_window_attention(q, KEYS, V, sliding_window_size=3), Q),
     "gates": (gates, Q),
 }
 DENSE = {
     "chunked": (
-        lambda q: chunked_attention(q, KEYS, V, q_chunk_size=5, k_chunk_size=7, causal=True), Q
+        lambda q: nsa.chunked_attention(q, KEYS, V, q_chunk_size=5, k_chunk_size=7, causal=True), Q
     ),
     "block masked": (
-        lambda k: block_masked_attention(
+        lambda k: nsa.block_masked_attention(
             Q.view(1, 1, 2, 12, 4), k.view(1, 1, 12, 4), V.view(1, 1, 12, 4),
-            SegmentIds(SEGMENTS, SEGMENTS), 4, 4, torch.ones(12, 12).tril(), -1e30, 3.0,
+            nsa.SegmentIds(SEGMENTS, SEGMENTS), 4, 4, torch.ones(12, 12).tril(), -1e30, 3.0,
         ),
         KEYS,
     ),
     "mha": (
-        lambda q: mha_reference(
+        lambda q: nsa.mha_reference(
             q.transpose(1, 2), KEYS.expand(-1, -1, 2, -1).transpose(1, 2), V.expand(-1, -1, 2, -1)
             .transpose(1, 2), segment_ids=SEGMENTS, causal=True,
         ),
@@ -116,12 +102,12 @@ def test_transforms_refuse(name):
 
 
 def test_caches_refuse():
-    layer = SparseAttention(16, 8, 2, 8, 8, 8, 2, causal=True, compress_block_sliding_stride=4)
+    layer = nsa.SparseAttention(16, 8, 2, 8, 8, 8, 2, causal=True, compress_block_sliding_stride=4)
     x = torch.randn(2, 1, 8, 16)
     with pytest.raises(NotImplementedError):
         vmap(lambda row: layer(row, return_cache=True)[0])(x)
     with pytest.raises(NotImplementedError):
-        jvp(lambda x: layer(x, KVCache()), (x[0],), (x[1],))
+        jvp(lambda x: layer(x, nsa.KVCache()), (x[0],), (x[1],))
 
 
 @pytest.mark.kernels
@@ -131,7 +117,7 @@ def test_second_derivatives_of_kernels():
     k, v = (t.float().to(DEVICE) for t in (KEYS, V))
 
     def loss(backend):
-        out = sliding_window_attention(x, k, v, sliding_window_size=3, backend=backend)
+        out = nsa.sliding_window_attention(x, k, v, sliding_window_size=3, backend=backend)
         return (out.square() * torch.arange(12, device=DEVICE)[:, None, None]).sum()
 
     (expected,) = torch.autograd.grad(loss("eager"), x)

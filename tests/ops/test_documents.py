@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from native_sparse_attention import (
-    compressed_attention,
     native_sparse_attention,
     sliding_window_attention,
 )
@@ -115,38 +114,3 @@ def test_keys_behind_a_document(backend, branch, causal):
         _, *keys = call.tensors.values()
         for grad in torch.autograd.grad(out[:, :last].sum(), keys):
             assert grad[:, last:].eq(0).all() and grad[:, : last - 1].ne(0).any()
-
-
-BAD = {
-    "rise": dict(cu_seqlens=torch.tensor([0, 5, 3, 8])),
-    "from 0": dict(cu_seqlens=torch.tensor([1, 8])),
-    "number of tokens, 8": dict(cu_seqlens=torch.tensor([0, 7])),
-    "int32 or int64": dict(cu_seqlens=torch.tensor([0.0, 8.0])),
-    r"\[documents \+ 1\]": dict(cu_seqlens=torch.tensor([[0, 8]])),
-    "two ways": dict(cu_seqlens=torch.tensor([0, 8]), mask=torch.ones(1, 8, dtype=torch.bool)),
-    "mask must be bool": dict(mask=torch.ones(1, 8)),
-    "segment_ids must be int32 or int64": dict(segment_ids=torch.ones(1, 7, dtype=torch.long)),
-    "q_offset must be None": dict(cu_seqlens=torch.tensor([0, 8]), q_offset=3),
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_input(message):
-    q = torch.randn(1, 8, 2, 8)
-    with pytest.raises(ValueError, match=message):
-        sliding_window_attention(q, q, q, sliding_window_size=2, **BAD[message])
-
-
-def test_bad_batches_and_windows():
-    q = torch.randn(2, 8, 2, 8)
-    with pytest.raises(ValueError, match="one row of packed documents, got a batch of 2"):
-        sliding_window_attention(q, q, q, sliding_window_size=2, cu_seqlens=torch.tensor([0, 8]))
-    q, ck = q[:1], torch.randn(1, 2, 2, 8)
-    with pytest.raises(ValueError, match="ck must hold the 1 complete windows"):
-        compressed_attention(
-            q, ck, ck, compress_block_sliding_stride=4, cu_seqlens=torch.tensor([0, 3, 8])
-        )
-    with pytest.raises(ValueError, match="compress_block_sliding_stride must be an integer"):
-        compressed_attention(
-            q, ck, ck, compress_block_sliding_stride="4", cu_seqlens=torch.tensor([0, 3, 8])
-        )

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from native_sparse_attention import (
-    block_masked_attention,
-    chunked_attention,
-    mha_reference,
-    mha_reference_no_custom_vjp,
-    selected_attention,
-    sliding_window_attention,
-)
+import native_sparse_attention as nsa
 from native_sparse_attention.compress import AttentionPool, WindowAttention
 from native_sparse_attention.masks import causal, dense_attention, jagged_attention
 from native_sparse_attention.ops import chunked
 
 T, D = 48, 64
 FIRST = torch.zeros(1, T, 2, 1, dtype=torch.int32)
-SCALE = D**-0.5
 
 
 def swapped(op):
@@ -36,28 +30,27 @@ def nested(q, k, v):
 
 
 # causal attention to everything, by all that can compute it
+CAUSAL = dict(causal=True, softmax_scale=D**-0.5)
+SELECTED = dict(block_indices=FIRST, selection_block_size=T, backend="eager")
 CALLS = {
-    "window": lambda q, k, v: sliding_window_attention(
-        q, k, v, sliding_window_size=T, backend="eager"
+    "window": functools.partial(
+        nsa.sliding_window_attention, sliding_window_size=T, backend="eager"
     ),
-    "selected": lambda q, k, v: selected_attention(
-        q, k, v, FIRST, selection_block_size=T, backend="eager"
+    "selected": functools.partial(nsa.selected_attention, **SELECTED),
+    "chunked": functools.partial(
+        nsa.chunked_attention, causal=True, q_chunk_size=10, k_chunk_size=20
     ),
-    "chunked": lambda q, k, v: chunked_attention(
-        q, k, v, causal=True, q_chunk_size=10, k_chunk_size=20
+    # it scales nothing; the scale is a power of two
+    "block masked": swapped(
+        lambda q, k, v: nsa.block_masked_attention(
+            q[:, :, None] * D**-0.5, k, v, None, 16, 16, torch.ones(T, T).tril(), float("-inf")
+        )[:, :, 0]
     ),
-    "block masked": lambda q, k, v: block_masked_attention(
-        q.transpose(1, 2)[:, :, None], k.transpose(1, 2), v.transpose(1, 2), None, 16, 16,
-        torch.ones(T, T).tril(), float("-inf"),
-    )[:, :, 0].transpose(1, 2),
-    "mha": swapped(lambda q, k, v: mha_reference(q, k, v, causal=True, softmax_scale=SCALE)),
-    "mha by autograd": swapped(
-        lambda q, k, v: mha_reference_no_custom_vjp(q, k, v, causal=True, softmax_scale=SCALE)
-    ),
-    "dense": swapped(lambda q, k, v: dense_attention(q, k, v, mask_mod=causal)),
+    "mha": swapped(functools.partial(nsa.mha_reference, **CAUSAL)),
+    "mha by autograd": swapped(functools.partial(nsa.mha_reference_no_custom_vjp, **CAUSAL)),
+    "dense": swapped(functools.partial(dense_attention, mask_mod=causal)),
     "jagged": nested,
-}  # fmt: skip
-UNSCALED = ("block masked",)
+}
 
 
 @pytest.fixture(params=CALLS)
@@ -71,11 +64,10 @@ def strategy(request, monkeypatch):
         monkeypatch.setattr(chunked, "MAX_SCORES", 0)
 
 
-def sdpa(q, k, v, mask):
+@swapped
+def sdpa(q, k, v):
     with sdpa_kernel(SDPBackend.MATH):
-        return swapped(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))(
-            q, k, v
-        )
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def values_and_gradients(op, inputs, d_out, dtype):
@@ -85,47 +77,31 @@ def values_and_gradients(op, inputs, d_out, dtype):
     return out, *torch.autograd.grad(out, leaves, d_out.to(dtype))
 
 
-def within(found, expected, other, factor):
-    for ours, exact, theirs in zip(found, expected, other, strict=True):
-        error, budget = ((t.double() - exact).norm() for t in (ours, theirs))
-        assert error <= factor * budget + 1e-12 * exact.norm(), (error, budget)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_no_worse_than_sdpa(call, strategy, dtype):
     """Errors against float64, outputs and gradients, of many elements: 5 % for their noise."""
-    mask = torch.ones(T, T, dtype=torch.bool).tril()
     inputs = [torch.randn(1, T, 2, D).mul(s).to(dtype) for s in (3, 3, 1)]
     d_out = torch.randn(1, T, 2, D).to(dtype)
-    if call in UNSCALED:
-        inputs[0] = inputs[0] * SCALE  # a power of two
-        theirs = [inputs[0] / SCALE, *inputs[1:]]
-    else:
-        theirs = inputs
     found = values_and_gradients(CALLS[call], inputs, d_out, dtype)
     exact, other = (
-        values_and_gradients(lambda *qkv: sdpa(*qkv, mask), theirs, d_out, kind)
-        for kind in (torch.float64, dtype)
+        values_and_gradients(sdpa, inputs, d_out, kind) for kind in (torch.float64, dtype)
     )
-    if call in UNSCALED:
-        exact, other = ((out, dq / SCALE, *rest) for out, dq, *rest in (exact, other))
-    within(found, exact, other, 1.05)
+    for ours, right, theirs in zip(found, exact, other, strict=True):
+        error, budget = ((t.double() - right).norm() for t in (ours, theirs))
+        assert error <= 1.05 * budget + 1e-12 * right.norm(), (error, budget)
 
 
-@pytest.mark.parametrize("name", [n for n in CALLS if n not in UNSCALED])
-def test_logits_past_the_range_of_fp16(name, strategy):
+def test_logits_past_the_range_of_fp16(call, strategy):
     base = torch.randn(1, 1, 1, D) * 35
     inputs = [(base + torch.randn(1, T, 2, D)).half() for _ in range(2)]
     assert (inputs[0].double() * inputs[1].double()).sum(-1).abs().min() > 65504
     inputs.append(torch.randn(1, T, 2, D).half())
     d_out = torch.randn(1, T, 2, D).half()
-    mask = torch.ones(T, T, dtype=torch.bool).tril()
-    found = values_and_gradients(CALLS[name], inputs, d_out, torch.float16)
-    exact = values_and_gradients(lambda *qkv: sdpa(*qkv, mask), inputs, d_out, torch.float64)
+    found = values_and_gradients(CALLS[call], inputs, d_out, torch.float16)
+    exact = values_and_gradients(sdpa, inputs, d_out, torch.float64)
     for ours, right in zip(found, exact, strict=True):
-        torch.testing.assert_close(
-            ours.double(), right, atol=0.02 * right.abs().max().item(), rtol=0.01
-        )
+        atol = 0.02 * right.abs().max().item()
+        torch.testing.assert_close(ours.double(), right, atol=atol, rtol=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -15,18 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from native_sparse_attention import Transformer
-from tests.helpers.tiny_runs import (
-    KINDS,
-    NEWEST,
-    OLDER,
-    OPTIONS,
-    PLAN,
-    config_of,
-    contents,
-    load_equal,
-    make_runs,
-    resume,
-)
 from tests.training.test_train_enwik8 import (
     TINY,
     command,
@@ -40,6 +28,39 @@ from tests.training.test_train_enwik8 import (
 from training import runs
 from training.runs import load_model
 from training.sample import printable
+
+PLAN = ["--steps", 8, "--save-every", 4, "--eval-every", 4, "--sample-every", 0, *TINY]
+KINDS = [".safetensors", ".optimizer", ".json"]
+NEWEST, OLDER = "step-00000008", "step-00000004"
+
+
+OPTIONS = {"whole": [], "seed": ["--seed", 1], "wide": ["--dim", 24]}
+
+
+def make_runs(cwd, *names):
+    """Runs of 8 steps, with checkpoints of steps 4 and 8."""
+    (cwd / "data").write_text("".join(f"{i} squared is {i * i}\n" for i in range(1000)))
+    for name in names:
+        done = in_process(cwd, "--data", "data", "--name", name, *PLAN, *OPTIONS[name])
+        assert done.returncode == 0, done.stderr
+    return cwd
+
+
+def resume(run, *args):
+    return in_process(run.parent, "--resume", run, "--steps", 12, *args)
+
+
+def contents(run):
+    return {path: path.read_bytes() for path in run.iterdir()}
+
+
+def config_of(run):
+    return json.loads((run / "config.json").read_text())
+
+
+def load_equal(one, other):
+    one, other = load_file(one), load_file(other)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.fixture(scope="module")
