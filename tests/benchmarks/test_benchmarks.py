@@ -1,13 +1,21 @@
-"""What is timed of attention: the oracle refuses what is wrong, and counts are right."""
+"""What is timed: oracles refuse what is wrong, and counts are right."""
 
+from __future__ import annotations
+
+import dataclasses
 import importlib
 
 import pytest
 import torch
 
-from benchmarks import attention, oracle, problem
+from benchmarks import against, attention, common, decode, layer, masks, oracle, problem
+from benchmarks.oracle import WrongResult
+from benchmarks.problem import Setting
 from benchmarks.providers import Dense, Ours, OursSelect, OursSelected, OursWindow
 from benchmarks.providers import providers as known_providers
+from benchmarks.twin import DenseAttention
+from native_sparse_attention import native_sparse_attention
+from native_sparse_attention.masks import catalog
 
 pytestmark = pytest.mark.usefixtures("nothing_to_release")
 
@@ -207,3 +215,300 @@ def test_winning_tiles():
     assert told.startswith(
         '"dq": TileConfig(64, 64, 4, 2),  # 0.900 of the time; width 128, G=4, s=64'
     )
+
+
+# masks
+
+
+QUICK = ["--quick", "--device", "cpu", "--seconds", "1e-4"]
+MASKED = Setting(144, 2, 2, 16, dtype=torch.float32)
+
+
+@pytest.fixture
+def flex_on_cpu(flex_gradients, monkeypatch):
+    """flex_attention as torch computes it where gradients are let pass."""
+    monkeypatch.setattr(masks.Flex, "devices", ("cpu",))
+    monkeypatch.setattr(masks, "compiled", lambda: flex_gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("flex_on_cpu")
+def test_flex_passes_the_oracle():
+    scores = ["alibi, functional", "soft_cap"]
+    rows = masks.main([*QUICK, "--masks", "natten", "--scores", *scores])
+    timed = [row for row in rows if row["provider"] == "flex"]
+    names = ["natten", *(f"causal + {name}" for name in scores)]
+    assert [(row["mask"], row["pass"]) for row in timed] == [
+        (name, way) for name in names for way in ("forward", "backward")
+    ]
+    assert all(row["error_share"] <= 1 for row in timed)
+
+
+class Wider(masks.Flex):
+    """Under the mask of another window."""
+
+    def prepare(self, x, setting):
+        self.mask = masks.Mask("causal")
+        super().prepare(x, setting)
+        self.mask = masks.Mask("sliding_window")
+
+
+class Uncapped(masks.Flex):
+    """Without what should become of the scores."""
+
+    def prepare(self, x, setting):
+        super().prepare(x, setting)
+        self.score_mod = None
+
+
+class Scaled(masks.Sdpa):
+    def call(self, x, setting):
+        return super().call(x, setting) * 1.001
+
+
+@pytest.mark.slow(one_of=3)
+@pytest.mark.usefixtures("flex_on_cpu")
+@pytest.mark.parametrize("provider", [Wider, Uncapped, Scaled])
+def test_what_is_wrong_is_not_timed(provider, monkeypatch):
+    monkeypatch.setattr(masks, provider.__bases__[0].__name__, provider)
+    what = ["--masks", "sliding_window", "--scores"]
+    if provider is Uncapped:
+        what = ["--masks", "--scores", "alibi"]
+    with pytest.raises(
+        SystemExit, match=rf"1 cases failed, .* {provider.name} .*wrong: out errs by"
+    ):
+        masks.main([*QUICK, *what])
+
+
+@pytest.mark.parametrize("name", ["causal", "natten", "document"])
+def test_operations_are_those_of_the_allowed_pairs(name):
+    """4 D H for each pair; the mask's own count by brute force."""
+    mask = masks.Mask(name)
+    exact = masks.create_mask(mask.mod(144, CPU), 1, 1, 144, 144, device="cpu")[0, 0]
+    assert masks.facts(mask, 144, CPU)["pairs"] == exact.sum()
+    assert masks.Sdpa(mask).flops(MASKED) == 4 * 16 * 2 * exact.sum()
+    assert torch.equal(masks.rows_of(mask, 144, CPU), exact.sum(1))
+    some = torch.tensor([0, 143, 7])
+    assert torch.equal(masks.seen(mask, 144, some), exact[some])
+
+
+def test_every_mask_of_the_catalogue_but_those_of_other_keys_is_timed():
+    for name in catalog.CATALOG.keys() - masks.ASYMMETRIC:
+        assert masks.facts(masks.Mask(name), 144, CPU)["pairs"] > 0
+
+
+# decoding
+
+
+STEP = decode.Step(attention.tiny(320, 4, 2), B=2, T=2)
+
+
+@pytest.mark.parametrize("change", ["scaled", "other blocks", "one block less", "a token late"])
+def test_wrong_results_are_not_timed(monkeypatch, change):
+    right = decode.decode_attention
+
+    def wrong(q, **settings):
+        if change == "other blocks":
+            settings["compress_block_size"] = 4
+            settings["importance"] = "probs"
+        if change == "one block less":
+            settings["num_selected_blocks"] -= 1
+        if change == "a token late":
+            settings["lengths"] = settings["lengths"] - 1
+        return right(q, **settings) * (1.001 if change == "scaled" else 1)
+
+    monkeypatch.setattr(decode, "decode_attention", wrong)
+    with pytest.raises(WrongResult):
+        decode.check(decode.Ours("ours", "logits"), STEP, CPU)
+    with pytest.raises(SystemExit, match="2 cases failed, the first: ours .* wrong"):
+        decode.main([*QUICK, "--providers", "ours"])
+
+
+def test_wrong_dense_attention_is_not_timed():
+    class Unmasked(decode.Dense):
+        def prepare(self, x, step):
+            super().prepare(x, step)
+            x["mask"] = torch.zeros_like(x["mask"])
+
+    decode.check(decode.PROVIDERS[0], STEP, CPU)
+    with pytest.raises(WrongResult, match="out errs by"):
+        decode.check(Unmasked("wrong"), STEP, CPU)
+
+
+def test_selected_blocks_are_read_off_the_output():
+    """More blocks than a head is wide, so several calls."""
+    ours, c = decode.Ours("ours", "logits"), STEP.setting
+    x = decode.draw(STEP, CPU)
+    ours.prepare(x, STEP)
+    found = decode.block_indices(decode.selected(ours, x, STEP), STEP)
+    inputs = [x[name] for name in ("q", "k", "v", "ck", "cv", "branch_gates")]
+    options = dict(q_offset=x["lengths"].long(), sliding_window_size=c.w, return_indices=True)
+    _, indices = native_sparse_attention(*inputs, **options, **c.ranking)
+    assert c.T // c.s > c.D and torch.equal(found, indices.sort(-1).values)
+    out = ours.call(x, STEP)
+    queries = [(b, t) for b in range(2) for t in range(2)]
+    assert decode.verify(ours, x, STEP, out, queries) <= 1
+    uneven = torch.zeros(2, 2, 4, 20, dtype=torch.bool)
+    uneven[0, 0, 0, 5] = True
+    with pytest.raises(WrongResult, match="heads of a group"):
+        decode.block_indices(uneven, STEP)
+
+
+def test_bytes_by_hand():
+    """s=16, n=3, 1 initial and 2 local blocks, a window of 32 keys, d=4, fp32."""
+    setting = attention.tiny(320, 4, 2)
+    one, two = decode.Step(setting, 1), decode.Step(setting, 5, T=2)
+    # the query at 319: keys 288 .. 319, which are the local blocks too, 3 blocks, the initial one
+    assert decode.tokens_read(one) == 32 + 3 * 16 + 16
+    # and 318: its window begins at 287; 6 blocks
+    assert decode.tokens_read(two) == 33 + 6 * 16 + 16
+    # query and output of 4 heads; 79 windows end before the query
+    assert decode.Ours("", "logits").bytes(one) == 4 * 16 * (2 * 4 + 2 * 2 * (96 + 79))
+    assert decode.Dense("").bytes(two) == 5 * 4 * 16 * (2 * 2 * 4 + 2 * 2 * 320)
+    # few tokens: the local blocks are all there is
+    assert decode.tokens_read(decode.Step(dataclasses.replace(setting, T=32), 1)) == 32
+    # what the project decodes
+    project = decode.Step(Setting(65536), 16)
+    assert decode.tokens_read(project) == 512 + 13 * 64 + 64
+    dense, ours = (p.bytes(project) for p in (decode.PROVIDERS[0], decode.PROVIDERS[1]))
+    assert 11 < dense / ours < 12
+
+
+# layers
+
+
+AT = layer.Sizes(True, torch.device("cpu"))
+
+
+class WrongDense(DenseAttention):
+    def forward(self, x, cache=None):
+        out = super().forward(x, cache)
+        return out * 1.001 if self.backend == "auto" else out
+
+
+class WrongDecode(DenseAttention):
+    def forward(self, x, cache=None):
+        out = super().forward(x, cache)
+        return out * 1.001 if cache is not None else out
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [(WrongDense, "out errs"), (WrongDecode, "decode errs")]
+)
+def test_a_wrong_layer_is_not_timed(kind, message, monkeypatch):
+    def layer_of(at, name, length):
+        return kind(AT.dim, AT.heads, AT.kv_heads, AT.width)
+
+    with pytest.raises(WrongResult, match=message):
+        layer.check(layer_of(AT, "dense", 0), "dense", AT)
+    monkeypatch.setattr(layer, "layer_of", layer_of)
+    with pytest.raises(SystemExit, match="1 cases failed, the first: dense .*wrong: "):
+        layer.main(["--quick", "--device", "cpu", "--providers", "dense"])
+
+
+def test_twin_rotates_as_rotary_embedding_torch_does():
+    package = pytest.importorskip("rotary_embedding_torch")
+    dense, t = layer.layer_of(AT, "dense", 0), torch.randn(2, 7, 3, 16)
+    expected = package.RotaryEmbedding(16).rotate_queries_or_keys(t.transpose(1, 2), offset=5)
+    torch.testing.assert_close(dense.rotate(t, 5), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+def test_summary_of_a_trace():
+    """Kernels on two streams overlap; host events are left out."""
+    events = [
+        {"cat": "kernel", "ts": 0.0, "dur": 10.0},
+        {"cat": "kernel", "ts": 5.0, "dur": 10.0},
+        {"cat": "kernel", "ts": 6.0, "dur": 1.0},
+        {"cat": "gpu_memset", "ts": 20.0, "dur": 2.0},
+        {"cat": "cuda_runtime", "ts": 0.0, "dur": 50.0},
+        {"ph": "M"},
+    ]
+    assert layer.summary(events) == {"busy_ms": 0.017, "kernels": 3}
+
+
+# generate of transformers
+
+
+def test_wrong_attention_is_not_timed(monkeypatch):
+    """A step of decoding that misses one value; a forward that loses a little."""
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    from benchmarks import generation
+    from native_sparse_attention.hf import attention as hf_attention
+
+    network = generation.network_of("tiny", None, CPU, torch.float32)
+    small = generation.checked_network(network)
+    form = generation.forms_of((16,), 32, 32)[1]
+    assert generation.check(form, small) < 1e-4
+    forms = {form.name: form for form in generation.forms_of((16,), 32, 32)}
+    assert generation.check(forms["converted, 16"], small) < 1e-4
+    assert generation.check(forms["means of 16"], small) < 1e-4
+    right = hf_attention.branches.attend
+
+    def one_value_less(call, *rest):
+        if call.q.shape[1] == 1:
+            call = call.but(v=call.v.index_fill(1, torch.tensor([1]), 0))
+        return right(call, *rest)
+
+    def scaled(call, *rest):
+        out, block_indices = right(call, *rest)
+        return 0.9 * out, block_indices
+
+    for wrong in (one_value_less, scaled):
+        monkeypatch.setattr(hf_attention.branches, "attend", wrong)
+        with pytest.raises(WrongResult, match="logits with all blocks are .* off SDPA's"):
+            generation.check(form, small)
+    plan = generation.Plan("tiny", (generation.Form("sdpa"), form), (8,), (1,), deadline=0.0)
+    recorder = common.Recorder(None, CPU, ("form",))
+    generation.measure_all(network, plan, recorder)
+    (row,) = recorder.rows
+    assert row["form"] == "max of 16" and row["failed"].startswith("wrong: logits")
+
+
+# two checkouts in turns
+
+
+@pytest.mark.slow
+def test_a_checkout_against_itself(capsys):
+    groups = ["operators", "decoding", "first_call"]
+    options = ["--quick", "--device", "cpu", "--seconds", "0.01", "--rounds", "1"]
+    rows = against.main([str(common.ROOT), *options, "--groups", *groups])
+    names = [row["case"].partition(", ")[0] for row in rows]
+    assert names == ["operator"] * 2 + ["decode"] * 4 + ["first call", "call after it"]
+    for row in rows:
+        assert row["times_other"] == pytest.approx(row["ms"] / row["other_ms"], abs=1e-3)
+        assert min(row["ms"], row["other_ms"]) > 0 and row["other_commit"]
+    out = capsys.readouterr().out
+    assert "| case | this, ms | other, ms | this / other |" in out
+    assert "| decode, layer, one-softmax, S=256 |" in out
+
+
+def test_table():
+    known = {"gpu": "GPU", "commit": "a", "other_commit": "b"}
+    rows = [
+        {"case": "slower", "ms": 2.0, "other_ms": 1.0, "times_other": 2.0, **known},
+        {"case": "as fast", "ms": 1.02, "other_ms": 1.0, "times_other": 1.02, **known},
+        {"case": "gone", "failed": "why", "other_ms": 1.0, **known},
+    ]
+    assert against.table(rows).splitlines()[2:] == [
+        "| slower | 2 | 1 | **2.000** |",
+        "| as fast | 1.02 | 1 | 1.020 |",
+        "| gone | failed | 1 |  |",
+        "",
+        "GPU; this a, other b.",
+        "* gone, this: why",
+    ]
+    assert against.table([]) == common.NO_ROWS
+
+
+def test_a_folder_that_is_none(tmp_path):
+    with pytest.raises(SystemExit, match="path must be a checkout of this library, got"):
+        against.main([str(tmp_path)])
+
+
+@pytest.mark.slow
+def test_a_tree_that_fails(tmp_path):
+    package = tmp_path / "native_sparse_attention"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ValueError('why')")
+    rows = against.times_of(tmp_path, "host", torch.device("cpu"), 0.01, True)
+    assert rows == {"all of host": {"failed": "ValueError: why"}}
