@@ -1,5 +1,5 @@
 // The cost of a layer as `native_sparse_attention.nsa_cost` counts it, and a form that shows it.
-// tests/test_cost_page.py holds `nsaCost` to `nsa_cost`. Names are those of NSAConfig.
+// tests/test_cost.py holds `nsaCost` to `nsa_cost`. Names are those of NSAConfig.
 "use strict";
 
 const COST_DEFAULTS = {

@@ -1,13 +1,16 @@
-"""Training of many models: equal beginnings, runs that continue exactly, rows, table, plot."""
+"""Training of many models: its text, equal beginnings, runs that continue exactly; recall."""
 
 import itertools
+import lzma
 import signal
+import tarfile
 from argparse import Namespace
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import common, corpus, learning, runs_pool, variants
+from benchmarks import common, corpus, learning, recall, runs_pool, variants
 from native_sparse_attention import recipes
 from native_sparse_attention.presets import preset
 
@@ -175,43 +178,194 @@ def test_order_of_the_jobs():
         learning.Plan(chosen, {}, lengths=(1000,))
 
 
-def made_up(variant, seed, lr, bits, **others):
-    row = dict(kind="train", variant=variant, seed=seed, lr=lr, T=1024, steps=10, batch=2)
-    row |= dict(run=f"{variant} {seed} {lr}", shape={}, train_bytes=20480)
-    row |= dict(settings=variants.VARIANTS.get(variant, {}))
-    row |= dict(parameters=1_500_000, keys_per_query={"selected": 512, "window": 64})
-    row["bits"] = {"all": bits, "last_half": bits, "positions": {"0-256": 2.0, "256-1024": bits}}
-    row["needle"] = {"0.1": {"digits": 0.25}, "0.9": {"digits": bits / 2}}
-    row |= dict(curve=[[10240, 1.0, 3.0], [20480, 2.0, bits]], schedule="cosine")
-    row |= dict(data={"sha256": "f" * 64, "bytes": 9}, gpu="a GPU", torch="2", triton="3")
-    return row | dict(commit="abc", tokens_per_s=1000) | others
+# associative recall and the needle: the task is what it says
 
 
-def test_table():
-    rows = [
-        made_up("other text", 0, 1e-3, 9.0, steps=5),
-        made_up("dense", 0, 1e-3, 1.0), made_up("dense", 0, 2e-3, 1.1),
-        made_up("dense", 1, 1e-3, 1.2), made_up("window", 0, 1e-3, 1.35),
-        {"variant": "window", "kind": "train", "failed": "why"},
-        made_up("window", 0, 2e-3, 1.3), made_up("window", 1, 2e-3, 1.4),
-        made_up("dense", 0, 1e-4, 0.0, kind="speed", compile=False, tokens_per_s=5000),
-        made_up("window", 0, 1e-4, 0.0, kind="speed", compile=False, tokens_per_s=10_000),
-        made_up("window", 0, 1e-4, 0.0, kind="speed", compile=True, tokens_per_s=12_000),
-        # of another card: nobody's baseline
-        made_up("dense", 0, 1e-4, 0.0, kind="speed", compile=True, tokens_per_s=1, gpu="old"),
-    ]  # fmt: skip
-    text = learning.table_of_runs(rows)
-    lines = text.splitlines()
-    assert lines[0] == "T = 1024:" and lines[2].startswith(
-        "| variant | M parameters | keys a query"
+def test_sequences():
+    """A question's key has come once, with the value that follows; far enough, noise elsewhere."""
+    task = recall.Task(pairs=5, noise=10, keys=8, values=6, least_distance=16)
+    ids, asked, distance = task.draw(50, 128, np.random.default_rng(0))
+    again = task.draw(50, 128, np.random.default_rng(0))
+    assert all(torch.equal(a, b) for a, b in zip((ids, asked, distance), again))
+    assert ids.shape == (50, 128) and asked.shape == distance.shape == (50, 5)
+    assert 16 <= distance.min() < 24 and 100 < distance.max() < 128
+    told = asked - distance
+    assert told.min() == 0 and told.max() < 64 - 16 and asked.min() == 64 and asked.max() == 126
+    for row in range(50):
+        keys, values = ids[row][asked[row]], ids[row][asked[row] + 1]
+        assert keys.unique().numel() == 5 and set(keys.tolist()) <= set(range(10, 18))
+        assert set(values.tolist()) <= set(range(18, 24)) and task.tokens == 24
+        assert torch.equal(ids[row][told[row]], keys)
+        assert torch.equal(ids[row][told[row] + 1], values)
+        assert (ids[row] < 10).sum() == 128 - 20
+    with pytest.raises(ValueError, match="T must be a multiple of 4 from 52 on, got 48"):
+        task.draw(1, 48, np.random.default_rng(0))
+
+
+class Perfect(torch.nn.Module):
+    """The value of the last equal token."""
+
+    def forward(self, ids):
+        same = ids[:, :, None] == ids[:, None]
+        past = torch.ones(ids.shape[1], ids.shape[1]).tril(-1).bool()
+        last = (same & past) * torch.arange(1, ids.shape[1] + 1)
+        at = last.max(-1).values.clamp(max=ids.shape[1] - 1)
+        return torch.nn.functional.one_hot(ids.gather(1, at), 256).float() * 100
+
+
+def test_accuracy():
+    task = recall.QUICK_TASK
+    cfg = Namespace(device="cpu", precision="fp32", batch_size=2, seq_len=96)
+    assert recall.evaluate(Perfect(), task, 192, 4 * 192, cfg) == 1
+    blind = torch.nn.Sequential(torch.nn.Embedding(task.tokens, task.tokens))
+    assert recall.evaluate(blind, task, 192, 4 * 192, cfg) < 1
+
+
+def test_settings_of_every_variant():
+    """They make models, and questions are beyond windows and local blocks."""
+    found, sizes = recall.variants(), recall.LARGE
+    plan = recall.plan_of(found, sizes, (0, 1, 2), recall.LR)
+    assert len(plan([])) == len(found) * len(recall.LR)
+    for settings in found.values():
+        local = settings["num_local_blocks"] * settings["selection_block_size"]
+        assert max(local, settings["sliding_window_size"]) < sizes.task.least_distance
+    assert found["published"]["compress_block_size"] == 8
+    assert found["one softmax, max of 4, rotated"]["compress_block_size"] == 4
+    assert len(set(map(str, found.values()))) == len(found)
+    assert min(sizes.lengths + sizes.train_lengths) >= sizes.task.least_length
+
+
+class Copies(torch.nn.Module):
+    """Reads the number of the comment that the text ends with; `shift` finds another one."""
+
+    def __init__(self, shift=0):
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, ids):
+        logits = torch.zeros(*ids.shape, 256)
+        for row, out in zip(ids, logits):
+            text = bytes(row.tolist())
+            question = text.rindex(b"/* The number of")
+            before = text[question : text.index(b" is ", question) + 4]
+            at = text.index(before) + len(before)
+            answers = row[at : at + learning.DIGITS] + self.shift
+            out[-learning.DIGITS :].scatter_(1, answers[:, None], 100.0)
+        return logits
+
+
+def test_needle():
+    text = np.frombuffer(b"int x = 0;\n" * 100, dtype=np.uint8)
+    cfg = Namespace(device="cpu", precision="fp32", batch_size=2, seq_len=400)
+    right = {"digits": 1.0, "numbers": 1.0, "bits": 0.0}
+    assert learning.digits_found(Copies(), text, 3, cfg) == dict.fromkeys(
+        ("0.1", "0.5", "0.9"), right
     )
-    assert lines[4:6] == [
-        "| dense | 1.5 | 512 + 64 | 0.001 | 2 | 1.100 ± 0.141 |  | 1.100 ± 0.141 | 1.100 "
-        "| 0.25 / 0.55 | 5 / 0 |",
-        "| window | 1.5 | 512 + 64 | 0.002 | 2 | 1.350 ± 0.071 | 0.250 ± 0.071 | 1.350 ± 0.071 "
-        "| 1.350 | 0.25 / 0.68 | 10 (2.00) / 12 |",
+    wrong = learning.digits_found(Copies(1), text, 3, cfg)
+    assert all(found["digits"] == found["numbers"] == 0 < found["bits"] for found in wrong.values())
+    for depth in learning.DEPTHS:
+        row = learning.context(text, 400, depth, np.random.default_rng(0))
+        at = bytes(row.tolist()).index(b"/* The number")
+        assert len(row) == 400 and abs(at - depth * 320) < 40
+    with pytest.raises(ValueError, match="T must be from 136 to the bytes of text=1100, got 100"):
+        learning.digits_found(Copies(), text, 3, Namespace(seq_len=100))
+
+
+# the text that models are trained on: the same of a directory and of an archive, nothing leaks
+
+
+SIZES = corpus.Sizes(whole=30_000, held_out=9_000, file=2_000)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Sources in directories of three levels, and what is left out."""
+    root = tmp_path / "linux-1"
+    for index in range(40):
+        folder = root / f"drivers/kind{index % 4}/maker{index // 4}/chip"
+        folder.mkdir(parents=True)
+        for name in ("b.c", "a.h"):
+            (folder / name).write_text(f"/* {name} of {index} */\n" * 20)
+        (folder / "sub").mkdir()
+        (folder / "sub" / "c.rst").write_text(f"Chip {index}\n")
+    folder = root / "drivers/kind0/maker0/chip"
+    (folder / "copy.c").write_bytes((folder / "b.c").read_bytes())
+    (folder / "binary.c").write_bytes(b"a\0b")
+    (folder / "large.h").write_text("x" * 2_001)
+    (folder / "program.py").write_text("pass\n")
+    (folder / "link.c").symlink_to("b.c")
+    return root
+
+
+def files_in(text):
+    return [part.partition(b"\n")[0].decode() for part in text.split(b"\0") if part]
+
+
+def test_text_of_a_tree(tree, tmp_path):
+    out = tmp_path / "text"
+    row = corpus.build(tree, out, SIZES)
+    content = out.read_bytes()
+    assert len(content) == row["bytes"] <= SIZES.whole
+    assert corpus.about(out) == {"bytes": row["bytes"], "sha256": row["sha256"]}
+    train, held_out = (part.tobytes() for part in corpus.mapped(out))
+    assert train + corpus.HELD_OUT + held_out == content
+    assert len(train) == row["train_bytes"] and len(held_out) == row["held_out_bytes"]
+    groups = [{corpus.group_of(name) for name in files_in(text)} for text in (train, held_out)]
+    assert groups[0] and groups[1] and not groups[0] & groups[1]
+    assert groups[1] == set(row["held_out_groups"])
+    for text in (train, held_out):
+        names = files_in(text)
+        assert names == sorted(names, key=lambda name: name.rpartition("/")[::2])
+        assert not any(
+            word in name for name in names for word in ("copy", "binary", "large", ".py")
+        )
+        assert not any("link" in name for name in names)
+    name = files_in(train)[0]
+    assert train.startswith(b"\0" + name.encode() + b"\n" + (tree / name).read_bytes() + b"\0")
+
+
+@pytest.mark.parametrize("kind", ["", "xz"])
+def test_an_archive_has_the_text_of_its_directory(tree, tmp_path, kind):
+    archive = tmp_path / "linux.tar"
+    with tarfile.open(archive, f"w:{kind}") as file:
+        for path in sorted(tree.rglob("*"), reverse=True):
+            file.add(path, f"./{path.relative_to(tree.parent)}", recursive=False)
+    rows = [
+        corpus.build(source, tmp_path / f"text{i}", SIZES)
+        for i, source in enumerate([tree, archive])
     ]
-    assert lines[-1].endswith("a GPU, torch 2, triton 3; abc.") and "other" not in text
-    assert learning.table_of_sizes(rows).splitlines()[2:] == [
-        "| window |  |  |  |  | 256 | 512 + 64 | 0.250 ± 0.071 |"
-    ]
+    for row in rows:
+        del row["source"], row["source_sha256"]
+    assert rows[0] == rows[1]
+    assert (tmp_path / "text0").read_bytes() == (tmp_path / "text1").read_bytes()
+
+
+def test_what_cannot_be_read(tree, tmp_path):
+    whole = tmp_path / "bytes"  # any file has held-out text
+    whole.write_bytes(bytes(range(1, 101)))
+    assert [len(part) for part in corpus.mapped(whole)] == [95, 5]
+    out = tmp_path / "text"
+    with pytest.raises(ValueError, match=r"source must be a directory or a tar.*linux-source-6.12"):
+        corpus.build(tmp_path / "nothing", out, SIZES)
+    broken = tmp_path / "broken.tar.xz"
+    broken.write_bytes(lzma.compress(b"x" * 2000)[:-20])
+    with pytest.raises(ValueError, match="source must be a directory or a tar"):
+        corpus.build(broken, out, SIZES)
+    with pytest.raises(ValueError, match="make no training text"):
+        corpus.build(tree / "drivers/kind1/maker1", out, SIZES)
+    with pytest.raises(ValueError, match="whole must be at least 6, got 5"):
+        corpus.Sizes(whole=5, held_out=5)
+    with pytest.raises(SystemExit, match="No such file"):
+        corpus.main([str(tmp_path / "nothing"), "--text", str(out)])
+    assert not out.exists()
+
+
+def test_command(tree, tmp_path, capsys):
+    text, out = tmp_path / "text", tmp_path / "rows.jsonl"
+    sizes = ["--bytes", "30000", "--held-out-bytes", "9000", "--file-bytes", "2000"]
+    (row,) = corpus.main([str(tree), "--text", str(text), *sizes, "--out", str(out)])
+    assert row["sha256"] in capsys.readouterr().out
+    assert common.read_rows(out)[0]["sha256"] == row["sha256"]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "linux-1", "text", "text.json", "rows.jsonl",
+    }  # fmt: skip

@@ -1,5 +1,10 @@
-"""Prefill in any chunks and decoding are one forward: for every setting, in every cache."""
+"""Prefill in any chunks and decoding are one forward: for every setting, in every cache, with the
+gradients of each chunk over a past that is held fixed. A cache belongs to the layer that first used
+it, and to its geometry."""
 
+import copy
+import itertools
+import pickle
 import re
 
 import pytest
@@ -7,8 +12,9 @@ import torch
 
 from native_sparse_attention import KVCache, PagedKVCache, Transformer
 from native_sparse_attention.transformer import Attention
+from tests.helpers.budget import DEVICE
 from tests.helpers.decoder import CACHES, Decoder
-from tests.helpers.layers import DIM, SETTINGS, layer, normal
+from tests.helpers.layers import DIM, SETTINGS, close, layer, normal
 
 NAN, INF = float("nan"), float("inf")
 caches = pytest.mark.parametrize("make", CACHES.values(), ids=list(CACHES))
@@ -301,3 +307,209 @@ def test_pages_come_and_go():
     decoder.step(1)
     cache.reset()
     assert cache.free_pages == 10 and not cache.page_table.any()
+
+
+# whose a cache is
+
+
+CHANGED = {
+    "compress_block_sliding_stride": 8,
+    "compress_block_size": 4,
+    "branch_kv": "independent",
+    "selection_stride": 4,
+}
+
+
+@pytest.mark.parametrize("make", [KVCache, lambda: PagedKVCache(8, 12, 2, 48)])
+@pytest.mark.parametrize("name", CHANGED)
+@torch.no_grad()
+def test_another_geometry(name, make):
+    """Named, and nothing is written."""
+    cache, x, first = make(), normal(2, 13, DIM), layer()
+    first(x[:, :9], cache=cache)
+    message = f"{name}={getattr(first, name)!s}, this one has {name}={CHANGED[name]}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        layer(**{name: CHANGED[name]})(x[:, 9:], cache=cache)
+    close(first(x[:, 9:], cache=cache), first(x)[:, 9:])
+
+
+@torch.no_grad()
+def test_blocks_of_shared_rankings():
+    """How many a token has lies in the cache; without shared rankings it does not."""
+    x = normal(1, 20, DIM)
+    module, cache = layer(), KVCache()
+    module(x[:, :18], cache=cache)
+    module.num_selected_blocks = 1
+    close(module(x[:, 18:], cache=cache), module(x)[:, 18:])
+    module, cache = layer(**SETTINGS["shared rankings"]), KVCache()
+    module(x[:, :18], cache=cache)
+    module.num_selected_blocks = 1
+    with pytest.raises(ValueError, match="num_selected_blocks=2, this one has"):
+        module(x[:, 18:], cache=cache)
+
+
+@pytest.mark.parametrize("make", [layer, lambda: Attention(DIM, 8, 4).double()])
+@torch.no_grad()
+def test_another_layer_of_the_same_geometry(make):
+    """And copies of caches, whichever way they are copied."""
+    x, first = normal(2, 13, DIM), make()
+    for other in (make(), copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        cache = KVCache()
+        first(x[:, :9], cache=cache)
+        for held in (cache, cache.clone(), copy.deepcopy(cache), copy.copy(cache)):
+            with pytest.raises(ValueError, match="cache holds tokens of a"):
+                other(x[:, 9:], cache=held)
+        cache.truncate(5)
+        cache.reorder([1, 0])
+        with pytest.raises(ValueError, match="cache holds tokens of a"):
+            other(x[:, 9:], cache=cache)
+        close(first(x[:, 5:].flip(0), cache=cache), first(x)[:, 5:].flip(0))
+
+
+@torch.no_grad()
+def test_a_cache_without_tokens_is_anybodys():
+    """A new one, one of a call that failed, one whose rows were all reset; of any dtype too."""
+    x, cache = normal(2, 13, DIM), KVCache(32, 2)
+    modules = [layer(), layer(compress_block_sliding_stride=8), layer(kv_heads=4)]
+    with pytest.raises(ValueError, match="cache is full"):
+        modules[0](normal(2, 33, DIM), cache=cache)
+    for module in (*modules, *modules):
+        close(module(x, cache=cache), module(x))
+        cache.reset([0])
+        with pytest.raises(ValueError, match="cache holds .* layer"):
+            layer()(x, cache=cache)
+        cache.reset([1])
+    module = layer(torch.float32)
+    outs = [module(part.float(), cache=cache) for part in x.split([9, 4], dim=1)]
+    torch.testing.assert_close(torch.cat(outs, dim=1), module(x.float()))
+
+
+@torch.no_grad()
+def test_the_same_layer_in_other_clothes():
+    """Called with other weights, copied together with its cache."""
+    x, module, cache = normal(2, 13, DIM), layer(), KVCache()
+    expected = module(x)[:, 9:]
+    module(x[:, :9], cache=cache)
+    for run in (module, copy.copy(module), torch.nn.Sequential(module)[0]):
+        close(run(x[:, 9:], cache=copy.deepcopy(cache)), expected)
+    weights = {name: p.clone() for name, p in module.named_parameters()}
+    given = (x[:, 9:],), {"cache": cache.clone()}
+    close(torch.func.functional_call(module, weights, *given), expected)
+    for duplicate in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
+        other, held = duplicate((module, cache))
+        close(other(x[:, 9:], cache=held), expected)
+        with pytest.raises(ValueError, match="another layer"):
+            module(x[:, :1], cache=held)
+    # a pickled cache alone: for the next layer of its geometry
+    held = pickle.loads(pickle.dumps(cache))
+    close(pickle.loads(pickle.dumps(module))(x[:, 9:], cache=held), expected)
+    with pytest.raises(ValueError, match="cache holds tokens of another layer"):
+        module(x[:, :1], cache=held)
+
+
+# gradients of chunks through one cache and one backward for all, whatever is trained
+
+
+CUTS = list(itertools.pairwise((0, 11, 12, 25)))
+SPARSE = dict(attention_sinks=True)
+DENSE = "dense"
+TRAINED = [
+    "sinks", "compress_mem_kv", "to_strategy_combine", "k_intrablock_positions", "v_compress",
+    "k_compress", "combine_heads", "norm", "to_qkv", "",
+]  # fmt: skip
+CASES = [("default", name) for name in TRAINED]
+CASES += itertools.product(
+    ["shared rankings", "independent", "diff top-k", "probs"], ["sinks", "v_compress"]
+)
+CASES += [(DENSE, name) for name in ("to_q", "to_k", "to_v", "to_out", "")]
+
+
+def make_layer(setting, **settings):
+    if setting == DENSE:
+        return Attention(DIM, 8, 4, kv_heads=2).double()
+    return layer(**SETTINGS[setting], **SPARSE, **settings)
+
+
+def train(module, name):
+    """Train the parameters of that name alone."""
+    module.requires_grad_(False)
+    params = [p for key, p in module.named_parameters() if key.startswith(name)]
+    return [p.requires_grad_(True) for p in params if p.numel()]
+
+
+def gradients(outs, params):
+    return torch.autograd.grad(sum(out.square().sum() for out in outs), params, allow_unused=True)
+
+
+def equal(actual, expected):
+    torch.testing.assert_close(list(actual), list(expected), atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.slow(one_of=2)
+@caches
+@pytest.mark.parametrize("setting, name", CASES)
+def test_whatever_is_trained(setting, name, make):
+    module, x, cache = make_layer(setting), normal(2, 25, DIM), make()
+    params = train(module, name)
+    actual = gradients([module(x[:, a:b], cache=cache) for a, b in CUTS], params)
+    sums = [0] * len(params)
+    for a, b in CUTS:
+        cache = make()
+        with torch.no_grad():
+            for first, end in CUTS[: CUTS.index((a, b))]:
+                module(x[:, first:end], cache=cache)
+        grads = gradients([module(x[:, a:b], cache=cache)], params)
+        sums = [t if grad is None else t + grad for t, grad in zip(sums, grads, strict=True)]
+    assert any(grad is not None and grad.abs().max() > 0 for grad in actual)
+    equal(
+        [torch.zeros_like(p) if t is None else t for t, p in zip(actual, params)],
+        [torch.zeros_like(p) + t for t, p in zip(sums, params)],
+    )
+
+
+@caches
+def test_tokens_of_a_later_call(make):
+    """Those of one forward, the past held fixed; padding, which holds anything at all, has none."""
+    module, x = layer(**SPARSE), normal(2, 25, DIM)
+    cache, leaf = make(), x[:, 16:].clone().requires_grad_()
+    module(x[:, :16], cache=cache)
+    whole = torch.cat((x[:, :16], leaf.detach()), dim=1).requires_grad_()
+    (grad,) = gradients([module(leaf, cache=cache)], [leaf])
+    equal([grad], [gradients([module(whole)[:, 16:]], [whole])[0][:, 16:]])
+    grads = []
+    for value in (0.0, float("nan")):
+        padded, cache = x[:, :12].clone(), make()
+        padded[0, 3:] = value
+        padded.requires_grad_()
+        outs = [module(padded, cache=cache, lengths=[3, 12]), module(x[:, :4], cache=cache)]
+        grads.append(gradients(outs, [*module.parameters(), padded]))
+        assert (grads[-1][-1][0, 3:] == 0).all()
+    torch.testing.assert_close(*grads, atol=0.0, rtol=0.0)
+
+
+@pytest.mark.parametrize("name", ["sinks", "compress_mem_kv", "to_strategy_combine", "combine_h"])
+def test_a_past_that_needs_no_gradient(name):
+    """Then nothing is lost: it is the gradient of one forward; after a prefill under
+    inference_mode too."""
+    module, x = layer(**SPARSE), normal(2, 25, DIM)
+    params, cache, expected = train(module, name), KVCache(), module(x)
+    equal(
+        gradients([module(x[:, a:b], cache=cache) for a, b in CUTS], params),
+        gradients([expected], params),
+    )
+    cache = KVCache(40)
+    with torch.inference_mode():
+        module(x[:, :11], cache=cache)
+    outs = [module(x[:, a:b], cache=cache) for a, b in CUTS[1:]]
+    equal(gradients(outs, params), gradients([module(x)[:, 11:]], params))
+
+
+@pytest.mark.kernels
+def test_kernels_leave_to_others_what_is_trained():
+    """Those of decoding have no gradients."""
+    module = layer(torch.float32, **SPARSE, heads=2, kv_heads=1).to(DEVICE)
+    x, params = torch.randn(1, 14, DIM, device=DEVICE), train(module, "sinks")
+    cache = KVCache(40, 1)
+    outs = [module(x[:, :13], cache=cache), module(x[:, 13:], cache=cache)]
+    actual, expected = gradients(outs, params), gradients([module(x)], params)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

@@ -1,41 +1,37 @@
-"""What `backend="auto"` stands for."""
+"""What `backend="auto"` stands for; and the flex backend: how it is traced, what it refuses, and
+torch's limits. What it computes is in the table (`test_table.py`)."""
+
+from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from native_sparse_attention import native_sparse_attention
+from native_sparse_attention import sliding_window_attention
 from native_sparse_attention.config import AttentionConfig
+from native_sparse_attention.masks import create_sliding_mask
+from native_sparse_attention.ops import flex
 from native_sparse_attention.ops.call import Call
 from native_sparse_attention.ops.triton import backend as triton_backend
-
-
-def operators_in_graphs(T, device):
-    """Our operators in the compiled layer of T tokens."""
-    found = []
-
-    def look(module, inputs):
-        nodes = (node.target for node in module.graph.nodes)
-        found.extend(str(name) for name in nodes if "native_sparse_attention" in str(name))
-        return module.forward
-
-    q, k, v, ck, cv = (torch.randn(1, n, 1, 16, device=device) for n in (T,) * 3 + (T // 4,) * 2)
-    gates = torch.rand(1, T, 1, 3, device=device)
-    call = dict(
-        compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8,
-        num_selected_blocks=2, sliding_window_size=9,
-    )  # fmt: skip
-    torch.compiler.reset()
-    layer = torch.compile(native_sparse_attention, backend=look, fullgraph=True, dynamic=False)
-    layer(q, k, v, ck, cv, gates, **call)
-    return found
+from tests.helpers.calls import BRANCHES, draw
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [8, 300])
 def test_graphs_have_the_kernels(T):
     """Whatever the length: torch's compiler has given wrong values for the specification."""
-    assert operators_in_graphs(T, "cuda")
+    names = []
+
+    def look(module, inputs):
+        names.extend(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    call = draw("layer", place=(T, T), batch=1)
+    torch.compiler.reset()
+    layer = torch.compile(call.op, backend=look, fullgraph=True, dynamic=False)
+    layer(**call.tensors, **call.settings)
+    assert any("native_sparse_attention" in name for name in names)
 
 
 @pytest.mark.parametrize(
@@ -68,3 +64,112 @@ def test_tiles_that_a_gpu_does_not_hold(monkeypatch, op, dtype, heads, width, T,
         else:
             (reason,) = reasons
             assert f"this GPU holds {memory * 1024}" in reason
+
+
+# flex_attention
+
+
+D, E = 8, 6  # widths of keys and of values
+
+
+def tensors(B, T, S, K, G, dtype=torch.float64, D=D, E=E, device="cpu") -> tuple[Tensor, ...]:
+    shapes = (B, T, K * G, D), (B, S, K, D), (B, S, K, E)
+    return tuple(torch.randn(shape, device=device).to(dtype) for shape in shapes)
+
+
+def window(q: Tensor, k: Tensor, v: Tensor, w: int = 2, backend: str = "flex") -> Tensor:
+    return sliding_window_attention(q, k, v, sliding_window_size=w, backend=backend)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_traced_by_torch(branch):
+    """As a user on the CPU runs it."""
+    call = draw(branch, num_initial_blocks=1) if branch == "selected" else draw(branch)
+    torch.testing.assert_close(call("flex"), call("eager"), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("untraced_flex")
+def test_indices_that_are_no_block_are_passed_over():
+    call = draw("selected", place=(7, 7), selection_block_size=2, num_local_blocks=0)
+    shape = call.settings["block_indices"].shape[:3]
+    outs = []
+    for blocks in ([0, 2], [-1, 2, 4, -7, 0, 99]):
+        blocks = torch.tensor(blocks, dtype=torch.int32, device=call.tensors["q"].device)
+        outs.append(call("flex", block_indices=blocks.expand(*shape, -1))[0])
+    torch.testing.assert_close(*outs)
+
+
+@pytest.mark.usefixtures("untraced_flex")
+def test_under_a_mask_of_the_users():
+    q, k, v = tensors(2, 37, 37, 2, 3)
+    mask = create_sliding_mask(37, 4, device="cpu")
+    out = flex.attend_given_mask(Call(q, k, v), AttentionConfig(), mask)
+    torch.testing.assert_close(out, window(q, k, v, 4))
+
+
+def test_tensors_that_want_gradients_run_where_none_are_recorded():
+    q, k, v = (t.requires_grad_() for t in tensors(1, 5, 5, 1, 1))
+    with torch.no_grad():
+        assert not window(q, k, v).requires_grad
+        assert flex.why_not("sliding_window_attention", Call(q, k, v)) == []
+    with torch.inference_mode():
+        window(q, k, v)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_traces_without_a_break(branch):
+    """Inside somebody's torch.compile, masks are made in the graph, at any length."""
+    whole = draw(branch, place=(300, 300), memory=0)
+
+    def run(settings: dict, *tensors: Tensor) -> Tensor:
+        named = dict(zip(whole.tensors, tensors))
+        return whole.op(**named, **settings, backend="flex")[0]
+
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    for length in (140, 300):
+        settings, keys = dict(whole.settings), length
+        if branch == "compressed":
+            settings["seq_len"], keys = length, length // 4
+        if branch == "selected":
+            settings["block_indices"] = settings["block_indices"][:, :length]
+        q, *others = whole.tensors.values()
+        tensors = [q[:, :length], *(t[:, :keys] for t in others)]
+        torch.testing.assert_close(compiled(settings, *tensors), run(settings, *tensors))
+
+
+# what it cannot do
+
+
+def reasons(op="selected_attention", **changes) -> list[str]:
+    return flex.why_not(op, Call(*tensors(1, 3, 5, 1, 1)).but(**changes))
+
+
+def test_why_not():
+    q, k, v = tensors(1, 3, 5, 1, 1)
+    assert reasons() == []
+    assert reasons(v=None) == []
+    assert reasons(q_offset=2) == []
+    for changes, expected in (
+        ({"q_offset": torch.tensor([2])}, "q_offset is a tensor"),
+        ({"gates": torch.ones(1, 3, 1, 2)}, "use_diff_topk=True"),
+        ({"v": v.clone().requires_grad_()}, "no gradients on cpu"),
+        ({"q": q[:, :0]}, "q is empty, [1, 0, 1, 8]"),
+        ({"q": q[:0], "k": k[:0], "v": v[:0]}, "q is empty, [0, 3, 1, 8]"),
+        ({"k": k[:, :0], "v": v[:, :0]}, "k is empty, [1, 0, 1, 8]"),
+        ({"q": q.to("meta")}, "q is on meta, needs cuda or cpu"),
+    ):
+        (reason,) = reasons(**changes)
+        assert expected in reason
+    # memory, or nothing, is still seen where there is no window yet
+    assert reasons(op="compressed_attention", k=k[:, :0], v=v[:, :0]) == []
+
+
+@pytest.mark.gpu
+def test_gpu_why_not():
+    q, k, v = tensors(1, 3, 5, 1, 1, device="cuda")
+    assert flex.why_not("selected_attention", Call(q, k, v)) == [
+        "its CUDA kernels have no float64",
+        "q has head width 8, needs at least 16",
+        "v has head width 6, needs at least 16",
+    ]

@@ -97,19 +97,6 @@ def test_a_layer_trains_in_linear_memory_on_the_cpu(settings, longest, monkeypat
         torch.testing.assert_close(values, first)
 
 
-@pytest.mark.gpu
-def test_memory_of_the_layer_is_linear_on_a_gpu():
-    module = layers.layer(torch.float32, backend="eager").cuda()
-
-    def step(T):
-        x = torch.randn(1, T, layers.DIM, device="cuda", requires_grad=True)
-        return lambda: module(x).sum().backward()
-
-    step(64)()
-    peaks = [memory.cuda_peak(step(T)) for T in (4096, 16384, 65536)]
-    assert all(more < 5 * less for less, more in itertools.pairwise(peaks)), peaks
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with it")
 @pytest.mark.parametrize("branch", ["compressed", "selected"])
 def test_compiled_for_a_cpu(branch):
