@@ -311,7 +311,7 @@ def test_parts_have_gradients(part, causal):
 
 
 def test_parts_are_used():
-    rotary = RotaryEmbedding(8)
+    rotary = RotaryEmbedding(8, learned_freq=True)
     module, x = layer(**PARTS["mean"](), **PARTS["gate"](), rotary_emb=rotary), normal(1, 30, DIM)
     assert module.rotary_emb is rotary and module.k_compress is not module.v_compress
     assert module(x).shape == x.shape

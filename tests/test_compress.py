@@ -9,44 +9,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from native_sparse_attention import SparseAttention
-from native_sparse_attention.compress import (
-    AttentionPool,
-    CompressTransformer,
-    ConvLinearCompress,
-    GroupedMLP,
-    MeanPool,
-    SingleProjection,
-    SumPool,
-    default_compress_mlp,
-)
+from native_sparse_attention import SparseAttention, compress
+from native_sparse_attention.compress import MeanPool, SumPool, default_compress_mlp
 from tests.helpers.budget import DEVICE
+from tests.helpers.layers import networks_of
 
 H, L, D = 2, 5, 4
 
-# name: constructor and arguments, those of the published network
-NETWORKS = {
-    "conv": (ConvLinearCompress, {"heads": H, "dim_head": D, "compress_window_size": L}),
-    "pool": (AttentionPool, {"dim_head": D, "compress_window_size": L}),
-    "grouped": (
-        GroupedMLP,
-        {"dim_head": D, "compress_window_size": L, "heads": H, "expand_factor": 1.5},
-    ),
-    "single": (SingleProjection, {"dim_head": D, "compress_window_size": L}),
-    "single per head": (SingleProjection, {"dim_head": D, "compress_window_size": L, "heads": H}),
-    "transformer": (CompressTransformer, {"num_layers": 2, "dim": H * D, "num_heads": 4}),
+OURS = networks_of(L, D, H) | {
     "shallow": (
-        CompressTransformer,
-        {"num_layers": 1, "dim": H * D, "num_heads": 1, "ff_hidden_dim": 3, "dropout": 0.5},
+        compress.CompressTransformer,
+        dict(num_layers=1, dim=H * D, num_heads=1, ff_hidden_dim=3, dropout=0.5),
     ),
+    "default": (default_compress_mlp, dict(dim_head=D, compress_window_size=L)),
 }
-# and those that the published package does not name
-OURS = {
-    **NETWORKS,
-    "default": (default_compress_mlp, {"dim_head": D, "compress_window_size": L}),
-    "mean": (MeanPool, {}),
-    "sum": (SumPool, {"dim_head": D}),
-}
+# the published package does not name the others
+NETWORKS = OURS.keys() - {"default", "mean", "sum"}
 
 
 def build(name: str) -> nn.Module:
@@ -58,16 +36,10 @@ def build(name: str) -> nn.Module:
 
 
 def published_default(published, version: str, expand_factor: float) -> nn.Module:
-    kwargs = {
-        "dim": 8,
-        "dim_head": D,
-        "heads": H,
-        "sliding_window_size": 2,
-        "compress_block_size": L,
-        "selection_block_size": L,
-        "num_selected_blocks": 1,
-        "compress_mlp_expand_factor": expand_factor,
-    }
+    kwargs = dict(
+        dim=8, dim_head=D, heads=H, sliding_window_size=2, compress_block_size=L,
+        selection_block_size=L, num_selected_blocks=1, compress_mlp_expand_factor=expand_factor,
+    )  # fmt: skip
     if version == "0.2.3":
         kwargs["compress_block_sliding_stride"] = L
     return published(version).SparseAttention(**kwargs).k_compress
@@ -95,9 +67,9 @@ def assert_same_network(ours: nn.Module, theirs: nn.Module) -> None:
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", sorted(NETWORKS))
 def test_agrees_with_published(name, published):
-    network, kwargs = NETWORKS[name]
+    network, kwargs = OURS[name]
     theirs = getattr(published("0.2.3").compress_networks, network.__name__)(**kwargs)
     assert_same_network(network(**kwargs), theirs)
 
@@ -174,10 +146,10 @@ def test_dtypes(name, dtype):
 def test_what_order_is_immaterial():
     """Of heads that share weights; of tokens, and to the transformer of those before the last."""
     kv = torch.randn(2, H, 3, L, D)
-    for name in ("default", "mean", "sum", "pool", "single"):
+    for name in ("default", "mean", "sum", "attention pool", "projection"):
         net = build(name)
         torch.testing.assert_close(net(kv.flip(1)), net(kv).flip(1))
-    for name in ("mean", "sum", "pool", "single per head"):
+    for name in ("mean", "sum", "attention pool", "projection per head"):
         net = build(name)
         torch.testing.assert_close(net(kv[..., torch.randperm(L), :]), net(kv))
     net = build("transformer")
@@ -200,7 +172,7 @@ def test_pools_by_hand():
     # identity weights: each feature is weighted by the softmax of itself over the window
     kv = torch.tensor([[0.0, 5.0], [1.0, 5.0]]).view(1, 1, 1, 2, 2)
     expected = torch.tensor([torch.tensor(1.0).sigmoid().item(), 5.0]).view(1, 1, 1, 2)
-    torch.testing.assert_close(AttentionPool(2, 2)(kv), expected)
+    torch.testing.assert_close(compress.AttentionPool(2, 2)(kv), expected)
 
 
 # windows of a whole sequence, without copies

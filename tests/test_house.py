@@ -276,10 +276,7 @@ def test_documentation_runs(document, line, code):
 
 @pytest.mark.parametrize(
     "name, folder",
-    [
-        ("draw_masks", "IMAGES"),
-        pytest.param("draw_gallery", "PICTURES", marks=pytest.mark.slow),
-    ],
+    [("draw_masks", "IMAGES"), pytest.param("draw_gallery", "PICTURES", marks=pytest.mark.slow)],
 )
 def test_pictures_can_be_drawn(name, folder, tmp_path, monkeypatch):
     """`make docs` works; what the pictures show is what the other tests hold."""

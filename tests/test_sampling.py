@@ -1,7 +1,6 @@
 """Sampling and streaming: with a cache or without, prompts of different lengths, tokens that end a
 text, what is drawn; every module is left in the mode that it was in."""
 
-
 import pytest
 import torch
 

@@ -1,6 +1,5 @@
 """The language model: both kinds of attention, loss, packing, caches, checkpointing."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -4,16 +4,7 @@ import torch
 from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
-from native_sparse_attention import SparseAttention
-from native_sparse_attention.compress import (
-    AttentionPool,
-    CompressTransformer,
-    ConvLinearCompress,
-    GroupedMLP,
-    MeanPool,
-    SingleProjection,
-    SumPool,
-)
+from native_sparse_attention import SparseAttention, compress
 
 DIM = 24
 SIZES = dict(
@@ -21,6 +12,12 @@ SIZES = dict(
     compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
 )  # fmt: skip
 
+NO_COMPRESSED = dict(branches=("selected", "window"))
+# single rotated keys rank blocks of one softmax
+TOKENS = dict(
+    branches=("selected",), compress_block_size=1, compress_block_sliding_stride=1,
+    rank_rotated=True,
+)  # fmt: skip
 SETTINGS = {
     "default": {},
     "stride = window": dict(compress_block_size=8, compress_block_sliding_stride=None),
@@ -45,47 +42,39 @@ SETTINGS = {
     "biases and norms": dict(qkv_bias=True, out_bias=True, qk_norm=True, qk_norm_eps=1e-5),
     "caps and sinks": dict(soft_cap=2.0, attention_sinks=True),
     "one softmax": dict(branches=("selected",), num_initial_blocks=1, num_local_blocks=2),
-    "one softmax, tokens": dict(
-        branches=("selected",),
-        importance="max",
-        compress_block_size=1,
-        compress_block_sliding_stride=1,
-        rank_rotated=True,
-    ),
+    "one softmax, tokens": dict(TOKENS, importance="max"),
     "one softmax, shared rankings": dict(
         branches=("selected",), selection_stride=4, dense_length=12, importance="max"
     ),
-    "learned ranking": dict(
-        branches=("selected",),
-        importance="index",
-        compress_block_size=1,
-        compress_block_sliding_stride=1,
-        rank_rotated=True,
-    ),
+    "learned ranking": dict(TOKENS, importance="index"),
     "learned ranking of windows": dict(
-        branches=("selected", "window"),
-        importance="index",
-        index_pool="mean",
-        index_dim=6,
-        index_heads=2,
+        NO_COMPRESSED, importance="index", index_pool="mean", index_dim=6, index_heads=2
     ),
     "no window branch": dict(branches=("compressed", "selected")),
-    "no compressed branch": dict(branches=("selected", "window"), branch_kv="independent"),
+    "no compressed branch": dict(NO_COMPRESSED, branch_kv="independent"),
     "window alone": dict(branches=("window",)),
 }
 
 
+def networks_of(l, d, h):
+    """Class and arguments of networks for windows of l tokens, of h heads of width d."""
+    window = dict(dim_head=d, compress_window_size=l)
+    return {
+        "grouped": (compress.GroupedMLP, dict(window, heads=h, expand_factor=1.5)),
+        "convolution": (compress.ConvLinearCompress, dict(window, heads=h)),
+        "attention pool": (compress.AttentionPool, window),
+        "projection": (compress.SingleProjection, window),
+        "projection per head": (compress.SingleProjection, dict(window, heads=h)),
+        "transformer": (compress.CompressTransformer, dict(num_layers=2, dim=h * d, num_heads=2)),
+        "mean": (compress.MeanPool, {}),
+        "sum": (compress.SumPool, dict(dim_head=d)),
+    }
+
+
 # networks that a user gives, for layers of `SIZES`
-NETWORKS = {
-    "default": lambda: None,
-    "grouped": lambda: GroupedMLP(8, 8, 2),
-    "convolution": lambda: ConvLinearCompress(2, 8, 8),
-    "attention pool": lambda: AttentionPool(8, 8),
-    "projection": lambda: SingleProjection(8, 8),
-    "projection per head": lambda: SingleProjection(8, 8, 2),
-    "transformer": lambda: CompressTransformer(2, 16, 2),
-    "mean": MeanPool,
-    "sum": lambda: SumPool(8),
+NETWORKS = {"default": lambda: None} | {
+    name: lambda network=network, given=given: network(**given)
+    for name, (network, given) in networks_of(8, 8, 2).items()
 }
 PARTS = {name: lambda make=make: dict(compress_mlp=make()) for name, make in NETWORKS.items()} | {
     "gate": lambda: dict(

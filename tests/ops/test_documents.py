@@ -4,10 +4,7 @@ what it is alone is a law (`test_laws.py`)."""
 import pytest
 import torch
 
-from native_sparse_attention import (
-    native_sparse_attention,
-    sliding_window_attention,
-)
+from native_sparse_attention import native_sparse_attention, sliding_window_attention
 from native_sparse_attention import varlen as docs
 from tests.helpers.budget import DEVICE, running
 from tests.helpers.calls import DOCUMENTS, RANKING, draw
