@@ -1,5 +1,5 @@
 """Training the layer over its kernels, as people train: activation checkpointing, autocast,
-recomputation. In the interpreter on a CPU; `test_training_gpu.py` has what needs a GPU."""
+recomputation. In the interpreter on a CPU; `test_gpu.py` has what needs a GPU."""
 
 import copy
 

@@ -95,18 +95,19 @@ if CUDA:
         cases |= {f"widths of {d} and {e}": dict(heads=(6, 2, d, e)) for d, e in SIZES}
         cases |= {f"{h} heads of {k}": dict(heads=(h, k, 128, 128)) for h, k in [(64, 1), (14, 2)]}
         cases["1300 tokens"] = dict(place=(1300, 1300))
-MARKS = dict.fromkeys(("triton", "sm90", "portable"), pytest.mark.kernels)
-MARKS |= {"flex": pytest.mark.gpu} if CUDA else {}
+GPU_ALONE = {"flex": pytest.mark.gpu} if CUDA else {}
 
 
-def rows(cases, some):
-    """The cases on each of these backends."""
+def rows(cases, some, one_of):
+    """The cases on each of these backends, and on the kernels, of which some are left out."""
+    slow = [pytest.mark.kernels, pytest.mark.slow(one_of=one_of)]
+    marked = [(*row, GPU_ALONE.get(row[0], ())) for row in some] + [(*row, slow) for row in KERNELS]
     return [
         pytest.param(
-            backend, dtype, branch, case, marks=MARKS.get(backend, ()),
+            backend, dtype, branch, case, marks=marks,
             id=f"{backend}-{str(dtype).removeprefix('torch.')}-{branch}-{case}",
         )
-        for backend, dtype in some
+        for backend, dtype, marks in marked
         for branch, named in cases.items()
         for case in named
     ]  # fmt: skip
@@ -125,20 +126,10 @@ def check_right(backend, dtype, call, given, specification=None):
     assert_right(op, call.tensors, dtype, backend, specification, gradients)
 
 
-def check_branch(backend, dtype, branch, case):
+@pytest.mark.parametrize("backend, dtype, branch, case", rows(CASES, ROWS, 2))
+def test_branches(backend, dtype, branch, case, untraced_flex):
     given = CASES[branch][case]
     check_right(backend, dtype, draw(branch, dtype, **given), given)
-
-
-@pytest.mark.parametrize("backend, dtype, branch, case", rows(CASES, ROWS))
-def test_branches(backend, dtype, branch, case, untraced_flex):
-    check_branch(backend, dtype, branch, case)
-
-
-@pytest.mark.slow(one_of=2)
-@pytest.mark.parametrize("backend, dtype, branch, case", rows(CASES, KERNELS))
-def test_branches_on_kernels(backend, dtype, branch, case):
-    check_branch(backend, dtype, branch, case)
 
 
 # whole layers
@@ -223,7 +214,8 @@ if CUDA:
         }  # fmt: skip
 
 
-def check_layer(backend, dtype, branch, case):
+@pytest.mark.parametrize("backend, dtype, branch, case", rows(LAYERS, LAYER_ROWS, 3))
+def test_layers(backend, dtype, branch, case, untraced_flex):
     given, specification = LAYERS[branch][case], None
     call = draw(branch, dtype, **given)
     if dtype in HALVES:
@@ -233,17 +225,6 @@ def check_layer(backend, dtype, branch, case):
             _, block_indices = call(name, return_indices=True)
         specification = under_selection(call, block_indices)
     check_right(backend, dtype, call, given, specification)
-
-
-@pytest.mark.parametrize("backend, dtype, branch, case", rows(LAYERS, LAYER_ROWS))
-def test_layers(backend, dtype, branch, case, untraced_flex):
-    check_layer(backend, dtype, branch, case)
-
-
-@pytest.mark.slow(one_of=3)
-@pytest.mark.parametrize("backend, dtype, branch, case", rows(LAYERS, KERNELS))
-def test_layers_on_kernels(backend, dtype, branch, case):
-    check_layer(backend, dtype, branch, case)
 
 
 # the ranking: the chosen blocks are the best by the scores of the specification in fp64, except
@@ -272,15 +253,8 @@ SELECTIONS = {
     "negative scale": dict(scale=-0.3),
 }
 if CUDA:
-    WIDE = [
-        (4, 4, 64),
-        (6, 2, 128),
-        (16, 1, 80),
-        (5, 1, 40),
-        (64, 4, 128),
-        (64, 1, 32),
-        (3, 1, 256),
-    ]
+    WIDE = [(4, 4, 64), (6, 2, 128), (16, 1, 80), (5, 1, 40), (64, 4, 128), (64, 1, 32)]
+    WIDE += [(3, 1, 256)]
     SELECTIONS |= {f"heads of {heads}": dict(heads=heads, place=(131, 1031)) for heads in WIDE}
     # thousands of tiles, among which some lists overflow
     SELECTIONS |= {
@@ -293,7 +267,13 @@ if CUDA:
     }  # fmt: skip
 
 
-def check_selection(backend, case, rule):
+@pytest.mark.parametrize("rule", selections.RULES)
+@pytest.mark.parametrize("case", SELECTIONS)
+@pytest.mark.parametrize(
+    "backend",
+    ["chunked", pytest.param("triton", marks=[pytest.mark.kernels, pytest.mark.slow(one_of=3)])],
+)
+def test_selection(backend, case, rule):
     settings = dict(place=(27, 61), heads=(3, 1, 16), memory=2) | SELECTIONS[case]
     (T, N), heads, m = (settings.pop(name) for name in ("place", "heads", "memory"))
     causal, starts = settings.get("causal", True), settings.pop("starts", None)
@@ -307,17 +287,3 @@ def check_selection(backend, case, rule):
     selections.assert_right(
         q, ck, mem_k, N, q_offset=offset, backend=backend, **settings, **selections.RULES[rule]
     )
-
-
-@pytest.mark.parametrize("rule", selections.RULES)
-@pytest.mark.parametrize("case", SELECTIONS)
-def test_selection(case, rule):
-    check_selection("chunked", case, rule)
-
-
-@pytest.mark.slow(one_of=3)
-@pytest.mark.kernels
-@pytest.mark.parametrize("rule", selections.RULES)
-@pytest.mark.parametrize("case", SELECTIONS)
-def test_selection_on_kernels(case, rule):
-    check_selection("triton", case, rule)

@@ -17,32 +17,22 @@ import pytest
 import torch
 
 from native_sparse_attention import Transformer
-from tests.training.test_train_enwik8 import TINY, in_process, refused
-from training.data import (
-    DownloadError,
-    batches,
-    download,
-    enwik8,
-    load_data,
-    read_bytes,
-    segments,
-    split,
-    stdlib_corpus,
-)
+from tests.training.test_train_enwik8 import TINY, finished, in_process, refused
+from training import data
 from training.errors import UserError
 from training.forward import loss_of
 
 
 def test_splits_are_90_5_5_in_order():
     corpus = bytes(range(250)) * 4
-    parts = split(corpus, seq_len=16)
+    parts = data.split(corpus, seq_len=16)
     assert [len(part) for part in parts] == [900, 50, 50]
     assert np.concatenate(parts).tobytes() == corpus
 
 
 def test_stdlib_corpus_is_the_same_each_time_and_free_of_tests():
-    first = stdlib_corpus()
-    assert first == stdlib_corpus()
+    first = data.stdlib_corpus()
+    assert first == data.stdlib_corpus()
     assert len(first) > 2**22
     assert Path(json.__file__).read_bytes() in first
     names = ["test/__init__.py", "unittest/test/__init__.py"]
@@ -52,11 +42,11 @@ def test_stdlib_corpus_is_the_same_each_time_and_free_of_tests():
 
 
 def test_batches_are_a_function_of_seed_and_step():
-    data = np.arange(200, dtype=np.uint8)
+    text = np.arange(200, dtype=np.uint8)
     cfg = Namespace(seed=1, accumulate=2, batch_size=3, seq_len=8, device="cpu")
 
     def drawn(step):
-        return [ids.tolist() for ids in batches(data, cfg, step)]
+        return [ids.tolist() for ids in data.batches(text, cfg, step)]
 
     assert drawn(5) == drawn(5) != drawn(6)
     assert np.shape(drawn(5)) == (2, 3, 9)
@@ -66,8 +56,8 @@ def test_batches_are_a_function_of_seed_and_step():
 def test_segments():
     """A document begins with each whole marker of a row."""
     ids = torch.tensor([list(b"ab<p>cd<p><p>e"), list(b"<p>abcdefghi<p")])
-    assert segments(ids, "<p>").tolist() == [[0] * 2 + [1] * 5 + [2] * 3 + [3] * 4, [1] * 14]
-    assert segments(ids[:, :2], "<p>").tolist() == [[0, 0], [0, 0]]
+    assert data.segments(ids, "<p>").tolist() == [[0] * 2 + [1] * 5 + [2] * 3 + [3] * 4, [1] * 14]
+    assert data.segments(ids[:, :2], "<p>").tolist() == [[0, 0], [0, 0]]
 
 
 def test_loss_of_packed_documents():
@@ -85,8 +75,7 @@ def test_training_on_packed_documents(tmp_path):
     page = b"<page>" + bytes(range(97, 123)) + b"</page>"
     (tmp_path / "pages").write_bytes(page * 300)
     plan = ("--data", "pages", "--pack", "<page>", "--name", "a", "--steps", 2, *TINY)
-    done = in_process(tmp_path, *plan)
-    assert done.returncode == 0, done
+    finished(in_process(tmp_path, *plan))
     assert json.loads((tmp_path / "runs/a/config.json").read_text())["settings"]["pack"]
     said = refused(in_process(tmp_path, *plan, "--pack", "<p>", "--name", "b"))
     assert "--pack <p> begins no document" in said
@@ -104,16 +93,16 @@ def test_packed_files(tmp_path):
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"bytes"))
     (tmp_path / "a.zip").write_bytes(zipped(b"bytes"))
     (tmp_path / "a").write_bytes(b"bytes")
-    assert {read_bytes(tmp_path / name) for name in ("a", "a.gz", "a.zip")} == {b"bytes"}
+    assert {data.read_bytes(tmp_path / name) for name in ("a", "a.gz", "a.zip")} == {b"bytes"}
     for name in ("a.gz", "a.zip"):
         (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-10])
         with pytest.raises(UserError, match="broken"):
-            read_bytes(tmp_path / name)
+            data.read_bytes(tmp_path / name)
     with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
         archive.writestr("a", b"a")
         archive.writestr("b", b"b")
     with pytest.raises(UserError, match="b.zip holds 2 files, expected one"):
-        read_bytes(tmp_path / "b.zip")
+        data.read_bytes(tmp_path / "b.zip")
 
 
 # the download, from a server of our own
@@ -153,7 +142,7 @@ def server():
 
 def fetch(server, folder):
     good = zipped(CONTENT)
-    return enwik8(
+    return data.enwik8(
         folder,
         server.url,
         zip_sha256=hashlib.sha256(good).hexdigest(),
@@ -174,7 +163,7 @@ def test_download_once(server, tmp_path):
 )
 def test_damaged_download_is_removed(server, tmp_path, change, stop_at):
     server.body, server.stop_at = change(server.body), stop_at
-    with pytest.raises(DownloadError, match=r"other bytes than expected|IncompleteRead"):
+    with pytest.raises(data.DownloadError, match=r"other bytes than expected|IncompleteRead"):
         fetch(server, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -182,8 +171,8 @@ def test_damaged_download_is_removed(server, tmp_path, change, stop_at):
 def test_silent_server_is_given_up(server, tmp_path):
     server.silent = 0.6
     start = time.monotonic()
-    with pytest.raises(DownloadError, match="cannot download"):
-        download(server.url, tmp_path / "enwik8.zip", "", timeout=0.2)
+    with pytest.raises(data.DownloadError, match="cannot download"):
+        data.download(server.url, tmp_path / "enwik8.zip", "", timeout=0.2)
     assert time.monotonic() - start < 0.6
 
 
@@ -196,17 +185,17 @@ def test_file_placed_by_hand_is_verified_and_kept(server, tmp_path):
 
 
 def test_without_network_the_embedded_corpus(monkeypatch, tmp_path, capsys):
-    gone = DownloadError("cannot download http://127.0.0.1:9/enwik8.zip (refused)")
+    gone = data.DownloadError("cannot download http://127.0.0.1:9/enwik8.zip (refused)")
     path = tmp_path / "enwik8.zip"
 
     def offline():
-        download("http://127.0.0.1:9/enwik8.zip", path, "")
+        data.download("http://127.0.0.1:9/enwik8.zip", path, "")
         raise gone
 
     monkeypatch.setattr("training.data.enwik8", offline)
-    name, corpus = load_data("auto")
-    assert (name, corpus) == ("stdlib", stdlib_corpus())
+    name, corpus = data.load_data("auto")
+    assert (name, corpus) == ("stdlib", data.stdlib_corpus())
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 1 and "cannot download" in out[0] and "embedded corpus" in out[0]
     with pytest.raises(UserError, match=r"cannot download.*by hand"):
-        load_data("enwik8")
+        data.load_data("enwik8")

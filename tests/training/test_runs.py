@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from native_sparse_attention import Transformer
 from tests.training.test_train_enwik8 import (
     TINY,
     command,
+    finished,
     in_process,
     metrics,
     read,
@@ -41,8 +43,7 @@ def make_runs(cwd, *names):
     """Runs of 8 steps, with checkpoints of steps 4 and 8."""
     (cwd / "data").write_text("".join(f"{i} squared is {i * i}\n" for i in range(1000)))
     for name in names:
-        done = in_process(cwd, "--data", "data", "--name", name, *PLAN, *OPTIONS[name])
-        assert done.returncode == 0, done.stderr
+        finished(in_process(cwd, "--data", "data", "--name", name, *PLAN, *OPTIONS[name]))
     return cwd
 
 
@@ -113,21 +114,11 @@ def test_a_checkpoint_without_its_index_gives_way_to_the_one_before(folder, run)
     for path in whole.glob(f"{NEWEST}*"):
         path.unlink()
     for each in (run, whole):
-        done = resume(each, "--save-every", 6)
-        assert done.returncode == 0, done.stderr
+        done = finished(resume(each, "--save-every", 6))
         assert "step 4 of 12" in done.stdout
     assert runs.checkpoint_steps(run) == [6, 12] and not list(run.glob(f"{NEWEST}*"))
     assert metrics(run) == metrics(whole)
     assert load_equal(run / "step-00000012.safetensors", whole / "step-00000012.safetensors")
-
-
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_a_missing_file_is_named(run, kind):
-    path = run / (NEWEST + kind)
-    path.unlink()
-    before = contents(run)
-    assert f"{path} is missing" in refused(resume(run))
-    assert contents(run) == before
 
 
 def test_all_checkpoints_gone(run):
@@ -140,9 +131,8 @@ def test_a_best_that_is_missing(run):
     """The newest checkpoint stands in for it, and the next validation writes it anew."""
     path = run / "best.safetensors"
     path.unlink()
-    done = in_process(run, "--sample", run, "--device", "cpu", "--max-new-tokens", 3)
-    assert done.returncode == 0, done.stderr
-    assert resume(run).returncode == 0
+    finished(in_process(run, "--sample", run, "--device", "cpu", "--max-new-tokens", 3))
+    finished(resume(run))
     assert load_equal(path, run / "step-00000012.safetensors")
 
 
@@ -168,12 +158,34 @@ def test_wrong_settings(run, name, value, said):
         assert str(path) in found and said in found
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"settings": 1}', "\xff"])
-def test_no_configuration_at_all(run, text):
-    (run / "config.json").write_text(text, encoding="latin-1")
-    assert "config.json is broken" in refused(resume(run))
-    with pytest.raises(ValueError, match=r"config\.json is broken"):
-        load_model(run)
+def append(line):
+    return lambda path: path.write_text(path.read_text() + line + "\n")
+
+
+def replace(text):
+    return lambda path: path.write_text(text, encoding="latin-1")
+
+
+HARMED = [(NEWEST + kind, Path.unlink, "missing") for kind in KINDS[:2]]
+HARMED += [
+    ("metrics.jsonl", append(line), "broken") for line in ("no json", "[]", "{}", '{"step": "1"}')
+]
+HARMED += [
+    ("config.json", replace(text), "broken")
+    for text in ("", "{", "[]", "{}", '{"settings": 1}', "\xff")
+]
+
+
+@pytest.mark.parametrize("name, harm, said", HARMED)
+def test_harmed_files_are_named(run, name, harm, said):
+    path = run / name
+    harm(path)
+    before = contents(run)
+    assert f"{path} is {said}" in refused(resume(run))
+    assert contents(run) == before
+    if name == "config.json":
+        with pytest.raises(ValueError, match=r"config\.json is broken"):
+            load_model(run)
 
 
 def test_a_run_of_an_older_version(run):
@@ -186,8 +198,7 @@ def test_a_run_of_an_older_version(run):
 
 def test_a_run_may_move_and_so_may_its_data(folder, run):
     data = shutil.copy(folder / "data", run.parent / "moved")
-    done = resume(run, "--data", data)
-    assert done.returncode == 0, done.stderr
+    finished(resume(run, "--data", data))
     assert config_of(run)["settings"]["data"] == str(data)
     data.write_text("".join(map(str, range(1000))))
     assert "is not what it was" in refused(in_process(run, "--resume", run, "--steps", 16))
@@ -218,7 +229,7 @@ def test_from_run(run, which, name):
 def test_from_run_of_a_dense_model_and_bad_arguments(folder, tmp_path):
     plan = ["--attention", "dense", "--steps", 1, "--name", "dense", "--sample-every", 0]
     plan += ["--seed", 2**63 - 1]
-    assert in_process(tmp_path, "--data", folder / "data", *TINY, *plan).returncode == 0
+    finished(in_process(tmp_path, "--data", folder / "data", *TINY, *plan))
     assert not hasattr(load_model(tmp_path / "runs/dense").layers[0][0], "backend")
     with pytest.raises(ValueError, match="which must be 'best' or 'last', got 'first'"):
         load_model(tmp_path / "runs/dense", which="first")
@@ -233,8 +244,7 @@ def test_killed_before_its_first_checkpoint(folder, run):
     (run / "step-00000000.safetensors").write_bytes(b"whole")
     text = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text(text[0])
-    done = in_process(run.parent, "--resume", run)
-    assert done.returncode == 0, done.stderr
+    done = finished(in_process(run.parent, "--resume", run))
     assert "beginning at step 0" in done.stdout and "step 0 of 8" in done.stdout
     assert metrics(run) == expected
     assert not list(run.glob("*.tmp"))
@@ -259,7 +269,7 @@ def test_one_writer_at_a_time_and_readers_beside_it(folder, tmp_path, signum):
             assert owner in refused(in_process(tmp_path, "--resume", path))
         assert "out/busy is there already" in refused(in_process(tmp_path, *args))
         sample = ["--sample", run, "--device", "cpu", "--max-new-tokens", 3]
-        assert in_process(tmp_path, *sample).returncode == 0
+        finished(in_process(tmp_path, *sample))
         assert not load_model(run).training
         process.send_signal(signum)
         out, _ = process.communicate(timeout=60)
@@ -267,14 +277,13 @@ def test_one_writer_at_a_time_and_readers_beside_it(folder, tmp_path, signum):
     step, last = runs.checkpoint_steps(run)[-1], out.splitlines()[-1]
     hint = "go on with: python train_enwik8.py --resume out/busy"
     assert last == f"stopped at step {step}; {hint}"
-    done = in_process(tmp_path, "--resume", run, "--steps", step + 1)
-    assert done.returncode == 0, done.stderr
+    finished(in_process(tmp_path, "--resume", run, "--steps", step + 1))
 
 
 def test_killed_and_resumed_equals_undisturbed(folder, tmp_path):
     """Killed among checkpoints after every step."""
     args = ["--data", folder / "data", "--out-dir", ".", *PLAN, "--save-every", 1, "--steps", 12]
-    assert in_process(tmp_path, *args, "--name", "undisturbed").returncode == 0
+    finished(in_process(tmp_path, *args, "--name", "undisturbed"))
     run = tmp_path / "killed"
     start = command(*args, "--name", "killed")
     with subprocess.Popen(start, cwd=tmp_path, stdout=-3, stderr=-3) as process:
@@ -283,21 +292,11 @@ def test_killed_and_resumed_equals_undisturbed(folder, tmp_path):
         process.kill()
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "lo')  # what a kill in the middle of a line leaves
-    done = in_process(tmp_path, "--resume", "killed")
-    assert done.returncode == 0, done.stderr
+    finished(in_process(tmp_path, "--resume", "killed"))
     assert metrics(run) == metrics(tmp_path / "undisturbed")
     for kind in KINDS[:2]:
         name = "step-00000012" + kind
         assert (run / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
-
-
-@pytest.mark.parametrize("line", ["no json", "[]", "{}", '{"step": "1"}'])
-def test_metrics_that_are_none(run, line):
-    path = run / "metrics.jsonl"
-    path.write_text(path.read_text() + line + "\n")
-    before = contents(run)
-    assert f"{path} is broken" in refused(resume(run))
-    assert contents(run) == before
 
 
 @pytest.mark.slow(one_of=5)
@@ -324,7 +323,7 @@ def test_a_full_disk_names_the_file(folder, run, monkeypatch, call):
     config = runs.read_config(run)
     runs.verify_config(run, config)
     assert runs.newest_checkpoint(run, config).step >= 8
-    assert resume(run).returncode == 0
+    finished(resume(run))
 
 
 def test_several_processes_are_refused(folder, tmp_path, monkeypatch):
@@ -334,18 +333,16 @@ def test_several_processes_are_refused(folder, tmp_path, monkeypatch):
     assert f"{name} is 2: training in several processes" in refused(in_process(tmp_path, *args))
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv(name, "1")
-    assert in_process(tmp_path, *args).returncode == 0
+    finished(in_process(tmp_path, *args))
 
 
 def test_a_first_validation_that_is_not_finite(folder, tmp_path, monkeypatch):
     values = iter([float("nan"), 5.0, 6.0, 5.5])
     monkeypatch.setattr(script, "evaluate", lambda *_: next(values))
     plan = ["--name", "a", "--steps", 4, "--eval-every", 2]
-    done = in_process(tmp_path, "--data", folder / "data", *PLAN, *plan)
-    assert done.returncode == 0, done.stderr
+    finished(in_process(tmp_path, "--data", folder / "data", *PLAN, *plan))
     best = tmp_path / "runs/a/best.safetensors"
     assert b'\\"step\\": 2' in best.read_bytes()
     values = iter([float("nan"), 4.0, 4.5])
-    done = in_process(tmp_path, "--resume", "runs/a", "--steps", 8)
-    assert done.returncode == 0, done.stderr
+    finished(in_process(tmp_path, "--resume", "runs/a", "--steps", 8))
     assert b'\\"step\\": 8' in best.read_bytes()

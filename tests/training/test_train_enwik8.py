@@ -51,6 +51,11 @@ def refused(done):
     return lines[0]
 
 
+def finished(done):
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def metrics(run):
     """What is not a matter of the clock."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
@@ -62,8 +67,7 @@ def trained(tmp_path_factory, text):
     """A run of 20 steps that nothing disturbed."""
     cwd = tmp_path_factory.mktemp("trained")
     plan = ["--steps", 20, "--eval-every", 10, "--save-every", 5, "--sample-every", 10]
-    done = in_process(cwd, "--data", text, "--name", "whole", *plan, *TINY)
-    assert done.returncode == 0, done.stderr
+    done = finished(in_process(cwd, "--data", text, "--name", "whole", *plan, *TINY))
     return cwd, plan, done
 
 
@@ -88,8 +92,7 @@ def test_run_leaves_what_it_promises(trained):
 
 def test_commands_to_copy_quote_the_name_of_a_run(tmp_path, text):
     options = ("--data", text, *TINY, "--steps", 1, "--sample-every", 0)
-    done = in_process(tmp_path, "--name", "of a name", *options)
-    assert done.returncode == 0, done.stderr
+    done = finished(in_process(tmp_path, "--name", "of a name", *options))
     last = done.stdout.splitlines()[-1]
     words = shlex.split(last.partition(": ")[2])
     assert words[1:] == ["train_enwik8.py", "--sample", "runs/of a name", "--prompt", "TEXT"]
@@ -112,8 +115,7 @@ def test_one_softmax(tmp_path, text):
     sizes = [TINY.index(name) for name in ("--sliding-window-size", "--seq-len")]
     tiny = TINY[: sizes[0]] + TINY[sizes[1] :]
     plan = ["--steps", 2, "--sample-every", 0, "--batch-size", 1]
-    done = in_process(tmp_path, "--data", text, *tiny, *plan, "--seq-len", 2048)
-    assert done.returncode == 0, done.stderr
+    finished(in_process(tmp_path, "--data", text, *tiny, *plan, "--seq-len", 2048))
     run = tmp_path / "runs/squares-one-softmax-1"
     settings = json.loads((run / "config.json").read_text())["settings"]
     expected = preset("one-softmax", 2048)
@@ -123,12 +125,10 @@ def test_one_softmax(tmp_path, text):
         config = layer.config
         assert config.branches == ("selected",) and config.rank_rotated
         assert config.selection_block_size == expected["selection_block_size"]
-    done = in_process(tmp_path, "--resume", run.relative_to(tmp_path), "--steps", 3)
-    assert done.returncode == 0, done.stderr
+    finished(in_process(tmp_path, "--resume", run.relative_to(tmp_path), "--steps", 3))
 
     local = ["--attention", "one-softmax", "--local-layers", "0", "--name", "local"]
-    done = in_process(tmp_path, "--data", text, *tiny, *plan, *local)
-    assert done.returncode == 0, done.stderr
+    finished(in_process(tmp_path, "--data", text, *tiny, *plan, *local))
     layers = load_model(tmp_path / "runs/local").layers
     assert [layer.config.ranks for layer, _ in layers] == [False, *[True] * (len(layers) - 1)]
 
@@ -160,11 +160,9 @@ def test_attention_and_layers_that_rank_nothing(given, attention, local):
 
 def test_sample_streams_text_that_repeats(trained):
     args = ["--sample", "runs/whole", "--prompt", "12", "--length", 20, "--device", "cpu"]
-    done = in_process(trained[0], *args)
-    assert done.returncode == 0, done.stderr
+    done = finished(in_process(trained[0], *args))
     assert done.stdout.startswith("12") and len(done.stdout) >= 10
-    again, other = (in_process(trained[0], *args, "--seed", seed) for seed in (0, 1))
-    assert other.returncode == 0, other.stderr
+    again, other = (finished(in_process(trained[0], *args, "--seed", seed)) for seed in (0, 1))
     assert again.stdout == done.stdout != other.stdout
 
 
