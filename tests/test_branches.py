@@ -248,23 +248,18 @@ def test_gates_begin_at_the_window(branches):
     close(module.gates(torch.randn(1, 1, DIM))[0, 0, 0], start, 1e-6)
 
 
-@pytest.mark.parametrize(
-    "settings, name, value",
-    [
-        (ONE, "branches", ("selected", "window")),
-        (ONE, "importance", "index"),
-        (dict(ONE, importance="index"), "index_heads", 2),
-        (dict(ONE, num_selected_blocks=0), "num_selected_blocks", 2),
-        ({}, "dim", 2 * DIM),
-        ({}, "kv_heads", 1),
-        ({}, "branch_kv", "independent"),
-        ({}, "attention_sinks", True),
-        ({}, "num_compressed_mem_kv", 5),
-        ({}, "compress_mlp_expand_factor", 0.5),
-        ({}, "compress_block_size", 4),
-        (dict(ONE, importance="index"), "rank_rotated", True),
-    ],
-)
+WEIGHTS = [
+    (ONE, "branches", ("selected", "window")), (ONE, "importance", "index"),
+    (dict(ONE, importance="index"), "index_heads", 2),
+    (dict(ONE, importance="index"), "rank_rotated", True),
+    (dict(ONE, num_selected_blocks=0), "num_selected_blocks", 2),
+    ({}, "dim", 2 * DIM), ({}, "kv_heads", 1), ({}, "branch_kv", "independent"),
+    ({}, "attention_sinks", True), ({}, "num_compressed_mem_kv", 5),
+    ({}, "compress_mlp_expand_factor", 0.5), ({}, "compress_block_size", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings, name, value", WEIGHTS)
 def test_settings_that_weights_depend_on(settings, name, value):
     module = layer(**settings)
     before = module.config

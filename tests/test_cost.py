@@ -32,10 +32,14 @@ PAPER = dict(
 VARIED = {
     "plain": {},
     "forced": dict(num_initial_blocks=1, num_local_blocks=2, num_compressed_mem_kv=0),
-    "independent": dict(branch_kv="independent", norm=False, attention_sinks=True),
-    "shared rankings": dict(selection_stride=4, query_heads_share_selected_kv=False),
-    "large stride": dict(compress_block_sliding_stride=16, compress_block_size=16),
-    "probs": dict(importance="probs", kv_heads=None),
+    "independent": dict(branch_kv="independent", norm=False, attention_sinks=True, qkv_bias=True),
+    "shared rankings": dict(
+        selection_stride=4, query_heads_share_selected_kv=False, num_local_blocks=0
+    ),
+    "large stride": dict(
+        compress_block_size=16, compress_block_sliding_stride=16, num_initial_blocks=2
+    ),
+    "probs": dict(importance="probs", kv_heads=4, compress_mlp_expand_factor=0.3),
 }
 ONE = dict(branches=("selected",), rank_rotated=True)
 TOKENS = dict(compress_block_size=1, compress_block_sliding_stride=1)
@@ -130,12 +134,7 @@ def test_compression_networks_are_counted():
 
 SCRIPT = Path(__file__).resolve().parent.parent / "docs" / "cost.js"
 GIVEN = [
-    {},
-    dict(num_initial_blocks=1, num_local_blocks=2, num_compressed_mem_kv=0),
-    dict(branch_kv="independent", norm=False, attention_sinks=True, qkv_bias=True),
-    dict(selection_stride=4, query_heads_share_selected_kv=False, num_local_blocks=0),
-    dict(compress_block_size=16, compress_block_sliding_stride=16, num_initial_blocks=2),
-    dict(importance="probs", kv_heads=4, compress_mlp_expand_factor=0.3),
+    *VARIED.values(),
     dict(num_selected_blocks=0, out_bias=True, qk_norm=True),
     dict(branches=["compressed", "window"], branch_kv="independent"),
     dict(branches=["window"]),

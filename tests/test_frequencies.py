@@ -128,6 +128,9 @@ def test_theta_and_inv_freq(make):
 
 
 THETA = "rope_theta must be a positive finite number, got"
+WRONG = [torch.ones(5), torch.ones(1, 4), torch.ones(4, dtype=torch.int32), [1.0, 0.5]]
+WRONG += [torch.tensor([1.0, float("inf")]), torch.ones(4, device="meta")]
+WRONG += [nn.Parameter(torch.ones(4))]
 BAD = [
     (dict(rope_theta=0), f"{THETA} 0"),
     (dict(rope_theta=float("nan")), f"{THETA} nan"),
@@ -135,15 +138,7 @@ BAD = [
     (dict(rope_theta="1e4"), f"{THETA} '1e4'"),
     *(
         (dict(inv_freq=wrong), "must be a vector of 1 to dim_head / 2 = 4 finite floats")
-        for wrong in (
-            torch.ones(5),
-            torch.ones(1, 4),
-            torch.ones(4, dtype=torch.int32),
-            torch.tensor([1.0, float("inf")]),
-            torch.ones(4, device="meta"),
-            nn.Parameter(torch.ones(4)),
-            [1.0, 0.5],
-        )
+        for wrong in WRONG
     ),
     (dict(rope_theta=5.0, rotary_emb=False), "at most one of .*, got rotary_emb and rope_theta"),
     (dict(rope_theta=5.0, inv_freq=torch.ones(4)), "got rope_theta and inv_freq"),

@@ -12,13 +12,10 @@ import native_sparse_attention as nsa
 from native_sparse_attention.masks import tanh_approx
 from native_sparse_attention.ops import chunked
 from tests.helpers.budget import DEVICE
+from tests.helpers.layers import normal
 
 # torch's own, as it loads forward-mode AD
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-
-
-def normal(*shape):
-    return torch.randn(shape, dtype=torch.float64)
 
 
 torch.manual_seed(0)

@@ -7,11 +7,7 @@ import shutil
 import pytest
 import torch
 
-from native_sparse_attention import (
-    compressed_attention,
-    selected_attention,
-    sliding_window_attention,
-)
+import native_sparse_attention as nsa
 from native_sparse_attention.ops import chunked
 from tests.helpers import layers, memory
 from tests.helpers.budget import running
@@ -33,7 +29,7 @@ def test_gradients_of_gradients(gated, monkeypatch):
 
     def op(q, k, v, gates):
         kwargs = dict(selection_block_size=2, gates=gates, soft_cap=3.0)
-        return selected_attention(q, k, v, indices, **kwargs)
+        return nsa.selected_attention(q, k, v, indices, **kwargs)
 
     with running("chunked"):
         monkeypatch.setattr(chunked, "CHUNK_SCORES", 12)
@@ -53,14 +49,14 @@ def test_hidden_keys_are_not_computed(monkeypatch):
     monkeypatch.setattr(chunked, "form_tile", record)
     with running("chunked"):
         monkeypatch.setattr(chunked, "CHUNK_SCORES", 2 * 4 * 16 * 16)
-        sliding_window_attention(q, q, q, sliding_window_size=3)
+        nsa.sliding_window_attention(q, q, q, sliding_window_size=3)
         assert tiles == [(16, 16)] + [(16, 16), (16, 3)] * 3
         tiles.clear()
-        compressed_attention(q, ck, ck, compress_block_sliding_stride=2)
+        nsa.compressed_attention(q, ck, ck, compress_block_sliding_stride=2)
         assert tiles == [(16, 7), (16, 15), (16, 16), (16, 7), (16, 16), (16, 15)]
         tiles.clear()
         indices = torch.full((2, 64, 4, 1), -1)
-        selected_attention(q, q, q, indices, selection_block_size=8)
+        nsa.selected_attention(q, q, q, indices, selection_block_size=8)
         assert tiles == [(16, 16)] * (1 + 2 + 3 + 4)
 
 

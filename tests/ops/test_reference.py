@@ -6,26 +6,14 @@ import itertools
 import pytest
 import torch
 
-from native_sparse_attention import (
-    compressed_attention,
-    native_sparse_attention,
-    select_blocks,
-    sliding_window_attention,
-)
+import native_sparse_attention as nsa
 from tests.helpers import oracles
 from tests.helpers.budget import CUDA
 from tests.helpers.calls import RANKING, draw, under_selection
+from tests.helpers.layers import close, normal
 from tests.ops.test_table import CASES, LAYERS
 
 pytestmark = pytest.mark.skipif(CUDA, reason="of the sizes that a CPU has")
-
-
-def normal(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, atol=1e-11, rtol=1e-11)
 
 
 def assert_same(op, other, call):
@@ -43,7 +31,7 @@ def assert_same(op, other, call):
         grads = torch.autograd.grad(loss, leaves.values(), materialize_grads=True)
         results.append([*values, *grads])
     for actual, expected in zip(*results, strict=True):
-        close(actual, expected)
+        close(actual, expected, 1e-11)
 
 
 # the laws say what documents and rows at different places are
@@ -64,7 +52,7 @@ def test_branches(branch, case):
     )
     if branch == "window":  # without a log-sum-exp another path may serve
         expected = call("eager")[0]
-        close(call("eager", return_lse=False), expected)
+        close(call("eager", return_lse=False), expected, 1e-11)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +93,7 @@ def test_selection(l, d, s, rule, interpolated, shared, causal):
     W = S // d if causal else -(-S // d)
     q, ck, mem_k = normal(1, T, H, D), normal(1, W, K, D), normal(K, 2, D)
     q.requires_grad_()
-    indices, gates = select_blocks(
+    indices, gates = nsa.select_blocks(
         q, ck, mem_k=mem_k, compress_block_size=l, compress_block_sliding_stride=d,
         selection_block_size=s, num_selected_blocks=n, importance=rule,
         interpolated_importance_score=interpolated, num_initial_blocks=initial,
@@ -136,13 +124,13 @@ def test_selection(l, d, s, rule, interpolated, shared, causal):
         expected_sum = expected_sum + (found * weight[0, t, r, : len(best)]).sum()
     (actual,) = torch.autograd.grad((gates * weight).sum(), q)
     (expected,) = torch.autograd.grad(expected_sum, q)
-    close(actual, expected)
+    close(actual, expected, 1e-11)
 
 
 def test_ties_go_to_the_earlier_block():
     q, ck = torch.ones(1, 64, 1, 4), torch.ones(1, 16, 1, 4)
     sizes = dict(compress_block_size=4, compress_block_sliding_stride=4, selection_block_size=8)
-    indices = select_blocks(q, ck, **sizes, num_selected_blocks=3)
+    indices = nsa.select_blocks(q, ck, **sizes, num_selected_blocks=3)
     assert indices[0, 63, 0].tolist() == [0, 1, 2]
     assert indices[0, 17, 0].tolist() == [0, 1, -1]
     assert indices[0, 7, 0].tolist() == [-1, -1, -1]
@@ -155,8 +143,8 @@ def test_caps_and_sinks_in_the_ranking():
     for changed in (dict(soft_cap=0.3), dict(sinks=normal(tensors["q"].shape[2]) * 5)):
         for importance in ("probs", "logits"):
             call = dict(RANKING, importance=importance)
-            plain = select_blocks(**tensors, **call)
-            other = select_blocks(**tensors, **call, **changed)
+            plain = nsa.select_blocks(**tensors, **call)
+            other = nsa.select_blocks(**tensors, **call, **changed)
             assert torch.equal(plain, other) == (importance == "logits")
 
 
@@ -172,7 +160,7 @@ SIZES = dict(
 def test_empty_tensors(B, T, S):
     shapes = (T, 4, 3), (S, 2, 3), (S, 2, 5), (S // 2, 2, 3), (S // 2, 2, 5), (T, 4, 3)
     tensors = [normal(B, *shape) for shape in shapes]
-    out, indices = native_sparse_attention(*tensors, **SIZES, return_indices=True)
+    out, indices = nsa.native_sparse_attention(*tensors, **SIZES, return_indices=True)
     assert out.shape == (B, T, 4, 5) and indices.shape == (B, T, 2, 2)
 
 
@@ -183,24 +171,24 @@ def test_windows_that_are_not_the_sequences():
     sizes = SIZES | dict(compress_block_sliding_stride=4)
     w = sizes.pop("sliding_window_size")
     stride = dict(compress_block_sliding_stride=4)
-    attend = lambda **kwargs: compressed_attention(q, ck, ck, **stride, **kwargs)  # noqa: E731
+    attend = lambda **kwargs: nsa.compressed_attention(q, ck, ck, **stride, **kwargs)  # noqa: E731
     with pytest.raises(ValueError, match="ck must hold the 0 windows.* S=1 tokens, got 9"):
         attend()
     with pytest.raises(ValueError, match="ck must hold the 0 windows.* S=1 tokens, got 9"):
-        select_blocks(q, ck, **sizes)
+        nsa.select_blocks(q, ck, **sizes)
     with pytest.raises(ValueError, match="ck must hold the 10 windows.* S=37 tokens, got 9"):
-        select_blocks(q, ck, **sizes, seq_len=37, causal=False)
+        nsa.select_blocks(q, ck, **sizes, seq_len=37, causal=False)
     with pytest.raises(ValueError, match="ck must hold the 10 windows.* S=40 tokens, got 9"):
         k, gates = normal(1, 40, 2, 8), normal(1, 1, 4, 3)
-        native_sparse_attention(q, k, k, ck, ck, gates, sliding_window_size=w, **sizes)
+        nsa.native_sparse_attention(q, k, k, ck, ck, gates, sliding_window_size=w, **sizes)
     expected = attend(seq_len=37)
-    close(attend(q_offset=36), expected)
-    close(attend(q_offset=torch.tensor([36])), expected)
-    assert (select_blocks(q, ck, **sizes, seq_len=37) >= 0).all()
+    close(attend(q_offset=36), expected, 1e-11)
+    close(attend(q_offset=torch.tensor([36])), expected, 1e-11)
+    assert (nsa.select_blocks(q, ck, **sizes, seq_len=37) >= 0).all()
 
 
 def test_the_first_backend_that_can_run_is_taken():
     q = normal(1, 4, 1, 4)
-    sliding_window_attention(q, q, q, sliding_window_size=1, backend=("eager", "cuda"))
+    nsa.sliding_window_attention(q, q, q, sliding_window_size=1, backend=("eager", "cuda"))
     with pytest.raises(ValueError, match="backend must be one of .*'eager', got 'cuda'"):
-        sliding_window_attention(q, q, q, sliding_window_size=1, backend="cuda")
+        nsa.sliding_window_attention(q, q, q, sliding_window_size=1, backend="cuda")
