@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 from native_sparse_attention import KVCache, SparseAttention, sliding_window_attention, varlen
+from native_sparse_attention import attention as attention_module
 from native_sparse_attention.masks import create_fine_mask, create_sliding_mask
 from tests.helpers.layers import DIM, PARTS, SETTINGS, SIZES, close, layer, normal
 
@@ -195,6 +196,43 @@ def test_dtypes(dtype):
     assert out.dtype == dtype
     error = (out.double() - expected).norm() / expected.norm()
     assert error < 16 * torch.finfo(dtype).eps
+
+
+def step(module, x):
+    """The output, and the gradients of the input and of all parameters."""
+    out = module(x)
+    return [out, *torch.autograd.grad(out.float().square().sum(), [x, *module.parameters()])]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("branch_kv", ["shared", "independent"])
+def test_autocast_casts_all_that_attends(monkeypatch, dtype, branch_kv):
+    """Windows with their positions, summaries, memory and gates too; near what float32 gives."""
+    given = {}
+    attend = attention_module.branches.attend
+
+    def spy(call, *settings):
+        given.update(call._asdict())
+        return attend(call, *settings)
+
+    monkeypatch.setattr(attention_module.branches, "attend", spy)
+    torch.manual_seed(0)
+    # as many blocks as there are: nothing hangs on a near-tie
+    module = layer(torch.float32, branch_kv=branch_kv, num_selected_blocks=6)
+    x = torch.randn(2, 33, DIM, requires_grad=True)
+    expected = step(module, x)
+    for name in ("k_compress", "v_compress"):
+        network = module.get_submodule(name)
+        network.register_forward_pre_hook(lambda _, args, name=name: given.update({name: args[0]}))
+    with torch.autocast("cpu", dtype=dtype):
+        actual = step(module, x)
+    tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
+    assert {"q", "cq", "k", "v", "ck", "cv", "mem_k", "mem_v", "branch_gates", "k_compress",
+            "v_compress"} <= tensors.keys()  # fmt: skip
+    assert {t.dtype for t in tensors.values()} == {dtype}
+    for a, b in zip(actual, expected, strict=True):
+        error = (a.float() - b).norm() / b.norm()
+        assert error < 32 * torch.finfo(dtype).eps
 
 
 @every

@@ -1,11 +1,13 @@
 """The layer as one operator: one autograd node, what it keeps, modules and graphs over it."""
 
+import copy
 import gc
 import weakref
 
 import pytest
 import torch
 from rotary_embedding_torch import RotaryEmbedding
+from torch.utils.checkpoint import checkpoint
 
 from native_sparse_attention import BlockSizes, KVCache, SparseAttention
 from native_sparse_attention.ops.triton import attention as fused
@@ -113,3 +115,64 @@ def test_one_graph_for_all_lengths():
         for actual, expected in zip(*results):
             torch.testing.assert_close(actual, expected)
     assert len(graphs) == 1
+
+
+# training, as people train: recomputation, checkpoints, autocast
+
+H, K = (4, 2) if CUDA else (2, 1)
+
+
+def small(**settings):
+    """The same weights each time, heads wide enough for the kernels."""
+    torch.manual_seed(0)
+    settings |= dict(dim_head=16, heads=H, kv_heads=K, backend="triton")
+    return layer(torch.float32, **settings).to(DEVICE)
+
+
+def tokens():
+    return torch.randn(1, 15, DIM, device=DEVICE, requires_grad=True)
+
+
+def step(module, x):
+    """The output, and the gradients of the input and of all parameters."""
+    out = module(x)
+    return [out, *torch.autograd.grad(out.float().square().sum(), [x, *module.parameters()])]
+
+
+def test_recompute():
+    """What the backward forms again is what the forward did not keep."""
+    x = tokens()
+    kept, formed = small(), small(recompute=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, id):
+        sizes = []
+        kept(x)
+        all_kept, sizes = sum(sizes), []
+        formed(x)
+    assert sum(sizes) == all_kept - 3 * H * 15 * (16 + 1)
+    assert all(map(torch.equal, step(formed, x), step(kept, x)))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant):
+    x, module = tokens(), small()
+    # autograd.grad does not go through reentrant checkpoints
+    results = []
+    for call in (module, lambda x: checkpoint(module, x, use_reentrant=use_reentrant)):
+        leaf = x.detach().requires_grad_()
+        module.zero_grad()
+        out = call(leaf)
+        out.square().sum().backward()
+        results.append([out, leaf.grad, *(p.grad.clone() for p in module.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def test_autocast_of_the_kernels():
+    """In float16, the low dtype that the interpreter knows."""
+    x, module = tokens(), small(num_selected_blocks=2)
+    exact = copy.deepcopy(module)
+    exact.backend = "eager"
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        actual = step(module, x)
+    assert actual[0].dtype == torch.float16
+    for a, b in zip(actual, step(exact, x), strict=True):
+        assert (a.float() - b).norm() < 64 * torch.finfo(torch.float16).eps * b.norm()
