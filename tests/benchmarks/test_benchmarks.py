@@ -90,29 +90,22 @@ class OtherRule(OursSelect):
         return Ours(importance="probs").indices(inputs, setting)
 
 
-class Twice(OursSelect):
+class Changed(OursSelect):
+    """One slot of the last query holds another block, or that of the first slot."""
+
+    def __init__(self, slot, block=None):
+        super().__init__()
+        self.slot, self.block = slot, block
+
     def indices(self, x, setting):
         chosen = self.call(x, setting)
-        chosen[:, -1, :, 1] = chosen[:, -1, :, 0]
-        return chosen
-
-
-class Forced(OursSelect):
-    def indices(self, x, setting):
-        chosen = self.call(x, setting)
-        chosen[:, -1, :, 0] = 0
-        return chosen
-
-
-class TooFew(OursSelect):
-    def indices(self, x, setting):
-        chosen = self.call(x, setting)
-        chosen[:, -1, :, 2] = -1
+        chosen[:, -1, :, self.slot] = chosen[:, -1, :, 0] if self.block is None else self.block
         return chosen
 
 
 WRONG = [(ShortWindow(), "out"), (DroppedBlock(), "out"), (OtherRule(), "higher score")]
-WRONG += [(Twice(), "selected twice"), (Forced(), "forced"), (TooFew(), "fewer blocks")]
+WRONG += [(Changed(1), "selected twice"), (Changed(0, 0), "forced")]
+WRONG += [(Changed(2, -1), "fewer blocks")]
 
 
 @pytest.mark.parametrize("spot", [False, True])
