@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from native_sparse_attention import KVCache, SparseAttention, sliding_window_attention, varlen
 from native_sparse_attention import attention as attention_module
 from native_sparse_attention.masks import create_fine_mask, create_sliding_mask
-from tests.helpers.layers import DIM, PARTS, SETTINGS, SIZES, close, layer, normal
+from tests.helpers.layers import DIM, PARTS, SETTINGS, SIZES, close, layer, normal, step
 
 every = pytest.mark.parametrize("setting", SETTINGS)
 both = pytest.mark.parametrize("causal", [True, False])
@@ -196,12 +196,6 @@ def test_dtypes(dtype):
     assert out.dtype == dtype
     error = (out.double() - expected).norm() / expected.norm()
     assert error < 16 * torch.finfo(dtype).eps
-
-
-def step(module, x):
-    """The output, and the gradients of the input and of all parameters."""
-    out = module(x)
-    return [out, *torch.autograd.grad(out.float().square().sum(), [x, *module.parameters()])]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -15,13 +15,9 @@ def test_two_processes():
     if not torch.distributed.is_available():
         pytest.skip("this torch has no torch.distributed")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = subprocess.run(
-        [*command, str(SCRIPT)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = dict(capture_output=True, text=True, timeout=240)
+    result = subprocess.run([*command, str(SCRIPT)], **pipes, env=environment)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     for wrapper in ("ddp", "fsdp"):
         assert result.stdout.count(f"{wrapper} equals one process") == 2

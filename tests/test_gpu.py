@@ -312,11 +312,8 @@ def test_many_tokens(T, heads, kv_heads, width, rows):
 def test_every_kernel_is_launched_for_the_sanitizer():
     """`make sanitize`, less the sanitizer."""
     root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, root / "tests" / "scripts" / "sanitize.py", "--jobs", "8"],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, root / "tests" / "scripts" / "sanitize.py", "--jobs", "8"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    pipes = dict(capture_output=True, text=True)
+    done = subprocess.run(command, cwd=root, env=environment, **pipes)
     assert done.returncode == 0, done.stderr[-3000:]

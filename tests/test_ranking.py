@@ -9,12 +9,9 @@ from torch.utils.checkpoint import checkpoint
 from native_sparse_attention import SparseAttention, Transformer, recipes
 from native_sparse_attention.recipes import ranking_alone, set_dense
 from native_sparse_attention.rotary import rotate
-from tests.helpers.layers import DIM, layer, normal
+from tests.helpers.layers import DIM, TOKENS, layer, normal
 
-INDEX = dict(
-    branches=("selected",), importance="index", compress_block_size=1,
-    compress_block_sliding_stride=1, rank_rotated=True, num_local_blocks=1,
-)  # fmt: skip
+INDEX = dict(TOKENS, importance="index", num_local_blocks=1)
 
 
 def heads_of(module, x):
@@ -182,12 +179,10 @@ def test_autocast_and_checkpoint():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_transformer(checkpointing):
     torch.manual_seed(0)
-    index = {name: value for name, value in INDEX.items() if name != "num_local_blocks"}
+    index = dict(TOKENS, importance="index", selection_block_size=8, num_selected_blocks=1)
     model = Transformer(
         16, DIM, 2, 8, 4, 2, use_sparse_attn=True, activation_checkpointing=checkpointing,
-        sparse_attn_kwargs=dict(
-            index, sliding_window_size=4, selection_block_size=8, num_selected_blocks=1
-        ),
+        sparse_attn_kwargs=dict(index, sliding_window_size=4),
     )  # fmt: skip
     ids = torch.randint(16, (2, 60))
     seeded = dict(ranking_queries=7, generator=torch.Generator().manual_seed(3))
@@ -210,10 +205,7 @@ def test_transformer(checkpointing):
 # recipes
 
 
-SETTINGS = dict(
-    branches=("selected",), compress_block_size=1, compress_block_sliding_stride=1,
-    selection_block_size=4, num_selected_blocks=1, rank_rotated=True, importance="index",
-)  # fmt: skip
+SETTINGS = dict(TOKENS, selection_block_size=4, num_selected_blocks=1, importance="index")
 
 
 def model(**settings):

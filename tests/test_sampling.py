@@ -8,6 +8,7 @@ from native_sparse_attention import Transformer
 from native_sparse_attention.compress import CompressTransformer
 from native_sparse_attention.generate import sample_token
 from tests.helpers.budget import DEVICE
+from tests.helpers.layers import TOKENS
 
 both = pytest.mark.parametrize("use_sparse_attn", [True, False])
 with_cache = pytest.mark.parametrize("use_cache_kv", [True, False])
@@ -217,13 +218,8 @@ def test_modes_after_an_error(use_cache_kv):
     [
         {}, dict(selection_stride=4), dict(importance="probs"),
         # dense steps before this length are of no graph: they read more keys each time
-        *(
-            dict(
-                branches=("selected",), compress_block_size=1, compress_block_sliding_stride=1,
-                importance=importance, rank_rotated=True, dense_length=48, num_initial_blocks=1,
-            )
-            for importance in ("max", "index")
-        ),
+        *(dict(TOKENS, importance=rule, dense_length=48, num_initial_blocks=1)
+          for rule in ("max", "index")),
     ],
     ids=str,
 )  # fmt: skip

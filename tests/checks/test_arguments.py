@@ -68,27 +68,22 @@ def calls():
         "whole": (nsa.native_sparse_attention, whole),
         "decode": (nsa.decode_attention, step),
         "chunked": (nsa.chunked_attention, qkv),
-        "block_masked": (
-            nsa.block_masked_attention,
-            dict(
-                q=grouped, k=grouped[:, :, 0], v=grouped[:, :, 0], segment_ids=None,
-                mask=torch.ones(T, T), mask_value=-1e30, **blocks,
-            ),
-        ),
+        "block_masked": (nsa.block_masked_attention, dict(
+            q=grouped, k=grouped[:, :, 0], v=grouped[:, :, 0], segment_ids=None,
+            mask=torch.ones(T, T), mask_value=-1e30, **blocks,
+        )),
         "mask_blocker": (nsa.mask_blocker, dict(mask=torch.ones(T, T), **blocks)),
         "mha": (nsa.mha_reference, dict(q=square, k=square, v=square)),
         "create_sliding_mask": (masks.create_sliding_mask, dict(seq_len=16, window_size=4)),
         "create_fine_mask": (masks.create_fine_mask, dict(seq_len=16, fine_block_size=4)),
-        "create_compress_mask": (
-            masks.create_compress_mask,
-            dict(seq_len=16, kv_seq_len=4, compress_block_sliding_stride=4),
-        ),
+        "create_compress_mask": (masks.create_compress_mask, dict(
+            seq_len=16, kv_seq_len=4, compress_block_sliding_stride=4
+        )),
         "sliding_mask_mod": (masks.sliding_mask_mod, dict(window_size=4)),
         "compress_mask_mod": (masks.compress_mask_mod, dict(stride=4)),
-        "selected_mask_mod": (
-            masks.selected_mask_mod,
-            dict(membership=torch.ones(1, 2, 16, 5, dtype=torch.bool), block_size=4),
-        ),
+        "selected_mask_mod": (masks.selected_mask_mod, dict(
+            membership=torch.ones(1, 2, 16, 5, dtype=torch.bool), block_size=4
+        )),
         "block_mask_of": (masks.block_mask_of, dict(mask_mod=masks.causal, q_len=16, kv_len=16)),
         "sliding_window": (masks.sliding_window, dict(window=4)),
         "dilated_window": (masks.dilated_window, dict(window=4, dilation=2)),

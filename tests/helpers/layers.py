@@ -98,6 +98,12 @@ def randomize(module):
     return module
 
 
+def step(module, x):
+    """The output, and the gradients of the input and of all parameters."""
+    out = module(x)
+    return [out, *torch.autograd.grad(out.float().square().sum(), [x, *module.parameters()])]
+
+
 def normal(*shape, dtype=torch.float64):
     return torch.randn(*shape, dtype=dtype)
 

@@ -12,18 +12,11 @@ from tests.helpers.budget import CUDA, DEVICE, running
 DTYPE = torch.bfloat16 if CUDA else torch.float16
 
 SETTINGS = dict(
-    compress_block_size=8,
-    compress_block_sliding_stride=4,
-    selection_block_size=8,
-    num_selected_blocks=3,
-    importance="logits",
-    interpolated_importance_score=False,
-    num_initial_blocks=1,
-    num_local_blocks=1,
-    selection_stride=1,
-    query_heads_share_selected_kv=True,
-    causal=True,
-)
+    compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8,
+    num_selected_blocks=3, importance="logits", interpolated_importance_score=False,
+    num_initial_blocks=1, num_local_blocks=1, selection_stride=1,
+    query_heads_share_selected_kv=True, causal=True,
+)  # fmt: skip
 RULES = {
     "logits": dict(importance="logits"),
     "interpolated": dict(interpolated_importance_score=True),
@@ -57,14 +50,10 @@ def candidates(i, C, config):
 
 def scores(q, ck, mem_k, i, C, config, dtype):
     """[b r i c], formed in `dtype`."""
-    return reference.importance_scores(
-        q.to(dtype),
-        ck.to(dtype),
-        None if mem_k is None else mem_k.to(dtype),
-        reference.visible_windows(i, ck.shape[1], config.d, config.causal),
-        torch.arange(C, device=q.device),
-        config,
-    ).double()
+    q, ck, mem_k = (None if t is None else t.to(dtype) for t in (q, ck, mem_k))
+    visible = reference.visible_windows(i, ck.shape[1], config.d, config.causal)
+    blocks = torch.arange(C, device=q.device)
+    return reference.importance_scores(q, ck, mem_k, visible, blocks, config).double()
 
 
 def rounding(q, ck, mem_k, settings, scale, exact):

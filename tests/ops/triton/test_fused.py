@@ -14,7 +14,7 @@ from native_sparse_attention.ops.triton import attention as fused
 from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.calls import draw
 from tests.helpers.interpreter import not_of_3_4
-from tests.helpers.layers import DIM, layer
+from tests.helpers.layers import DIM, layer, step
 
 pytest.importorskip("triton")
 
@@ -131,12 +131,6 @@ def small(**settings):
 
 def tokens():
     return torch.randn(1, 15, DIM, device=DEVICE, requires_grad=True)
-
-
-def step(module, x):
-    """The output, and the gradients of the input and of all parameters."""
-    out = module(x)
-    return [out, *torch.autograd.grad(out.float().square().sum(), [x, *module.parameters()])]
 
 
 def test_recompute():
