@@ -373,28 +373,18 @@ def test_bytes_by_hand():
 AT = layer.Sizes(True, torch.device("cpu"))
 
 
-class WrongDense(DenseAttention):
-    def forward(self, x, cache=None):
-        out = super().forward(x, cache)
-        return out * 1.001 if self.backend == "auto" else out
+@pytest.mark.parametrize("in_decoding, message", [(False, "out errs"), (True, "decode errs")])
+def test_a_wrong_layer_is_not_timed(in_decoding, message, monkeypatch):
+    class Wrong(DenseAttention):
+        def forward(self, x, cache=None):
+            out = super().forward(x, cache)
+            is_wrong = cache is not None if in_decoding else self.backend == "auto"
+            return out * 1.001 if is_wrong else out
 
-
-class WrongDecode(DenseAttention):
-    def forward(self, x, cache=None):
-        out = super().forward(x, cache)
-        return out * 1.001 if cache is not None else out
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"), [(WrongDense, "out errs"), (WrongDecode, "decode errs")]
-)
-def test_a_wrong_layer_is_not_timed(kind, message, monkeypatch):
-    def layer_of(at, name, length):
-        return kind(AT.dim, AT.heads, AT.kv_heads, AT.width)
-
+    sizes = AT.dim, AT.heads, AT.kv_heads, AT.width
     with pytest.raises(WrongResult, match=message):
-        layer.check(layer_of(AT, "dense", 0), "dense", AT)
-    monkeypatch.setattr(layer, "layer_of", layer_of)
+        layer.check(Wrong(*sizes), "dense", AT)
+    monkeypatch.setattr(layer, "layer_of", lambda *_: Wrong(*sizes))
     with pytest.raises(SystemExit, match="1 cases failed, the first: dense .*wrong: "):
         layer.main(["--quick", "--device", "cpu", "--providers", "dense"])
 
