@@ -116,6 +116,7 @@ def test_tensors_that_want_gradients_run_where_none_are_recorded():
         window(q, k, v)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="auto leaves flex out of graphs of CUDA")
 @pytest.mark.slow
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_traces_without_a_break(branch):
