@@ -23,7 +23,7 @@ from .attention import SparseAttention
 from .checks import check_bool, check_model
 
 
-def find_layers(model: nn.Module, expected: str, fits: Any) -> list[SparseAttention]:
+def _find_layers(model: nn.Module, expected: str, fits: Any) -> list[SparseAttention]:
     check_model(model)
     layers = [m for m in model.modules() if isinstance(m, SparseAttention) and fits(m)]
     if not layers:
@@ -39,7 +39,7 @@ def sparse_layers(model: nn.Module) -> list[SparseAttention]:
         ValueError: there are none.
     """
     expected = "with branches=('selected',)"
-    return find_layers(model, expected, lambda layer: layer.config.branches == ("selected",))
+    return _find_layers(model, expected, lambda layer: layer.config.branches == ("selected",))
 
 
 def set_dense(model: nn.Module, dense: bool) -> None:
@@ -68,7 +68,7 @@ def ranking_alone(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     Raises:
         ValueError: no layer has `importance="index"`.
     """
-    layers = find_layers(model, "that rank by importance='index'", lambda layer: layer.to_index)
+    layers = _find_layers(model, "that rank by importance='index'", lambda layer: layer.to_index)
     learned = [p for layer in layers for p in layer.to_index.parameters()]
     were_trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
