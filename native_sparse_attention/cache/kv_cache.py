@@ -502,7 +502,8 @@ class KVCache:
             starts = self.starts(b)
             start: int | Tensor = len(self)
             if not is_even:
-                start = torch.tensor(starts, dtype=torch.long, device=device)
+                held = self._known.get("lengths")  # a CUDA graph copies nothing from the host
+                start = torch.tensor(starts, device=device) if held is None else held.long()
             real = None
             if any(count != n for count in counts):
                 real = torch.tensor(counts, dtype=torch.int32).to(device, non_blocking=True)

@@ -497,7 +497,7 @@ def gate(queries: RankedQueries, block_indices: Tensor, config: AttentionConfig)
         values = F.pad(values.masked_fill(~candidate, float("-inf")), (1, 0), value=-1e3)
         values = values.softmax(dim=-1)[..., 1:]
     index = rearrange(block_indices.long(), "b t r n -> b r t n")
-    values = values.gather(-1, index.clamp(min=0)).masked_fill(index < 0, 0.0)
+    values = values.gather(-1, index.clamp(0, values.shape[-1] - 1)).masked_fill(index < 0, 0.0)
     return rearrange(1.0 + (values - values.detach()), "b r t n -> b t r n")
 
 
