@@ -87,6 +87,8 @@ def measure(form: str, T: int, model: dict[str, Any], device: torch.device) -> R
             net(ids[:, :-1])
 
     row: Row = {}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     for name, call in zip(PASSES, (train, prefill), strict=True):
         times = []
         for _ in range(8):

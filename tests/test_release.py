@@ -19,8 +19,9 @@ def read(name: str) -> str:
 
 
 def own_names(module: ModuleType) -> list[str]:
-    """The functions and classes that a module defines."""
-    return [n for n, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__]
+    """The public functions and classes that a module defines."""
+    members = {n: x for n, x in vars(module).items() if not n.startswith("_")}
+    return [n for n, x in members.items() if getattr(x, "__module__", "") == module.__name__]
 
 
 def test_one_version_everywhere():

@@ -641,7 +641,8 @@ class KVCache:
         Raises:
             ValueError: the cache holds tokens of another layer or of another geometry.
         """
-        if not any(self.lengths):
+        is_bound = self._layer is layer and geometry == self._geometry
+        if is_bound or not any(self.lengths):  # a compiled step reads no lengths
             return
         for name in (*self._geometry, *geometry) if self._geometry else ():
             held, got = (g.get(name) for g in (self._geometry, geometry))

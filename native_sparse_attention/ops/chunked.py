@@ -279,7 +279,7 @@ def query_chunks(queries: RankedQueries, config: AttentionConfig) -> list[tuple[
     """Slices of the queries, and of the windows that they may see."""
     q, T, W = queries.q, queries.q.shape[1], queries.ck.shape[1]
     most = CHUNK_SCORES * gpu_factor(q.device)
-    per_query = len(q) * scores_of_query(q, queries.ck, queries.mem_k, config)
+    per_query = q.shape[0] * scores_of_query(q, queries.ck, queries.mem_k, config)
     chunks, offset, stride = [], queries.q_offset, config.selection_stride
     for rows in split_range(0, T, max(LEAST_QUERIES, most // max(1, per_query))):
         stop = W

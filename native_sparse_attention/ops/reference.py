@@ -172,7 +172,9 @@ def window_mask(visible: tuple[Tensor, Tensor], w: Tensor) -> Tensor:
 
 def prepend_memory(memory: Tensor | None, x: Tensor) -> Tensor:
     """Learned memory [k m d] before the windows [b w k d] of every sequence."""
-    return x if memory is None else torch.cat((repeat(memory, "k m d -> b m k d", b=len(x)), x), 1)
+    if memory is None:
+        return x
+    return torch.cat((repeat(memory, "k m d -> b m k d", b=x.shape[0]), x), dim=1)
 
 
 def window_numbers(W: int, mem_k: Tensor | None, device: torch.device) -> Tensor:
@@ -528,7 +530,7 @@ def ranked_queries(call: Call, config: AttentionConfig) -> tuple[RankedQueries, 
     if config.selection_stride > 1:
         start = i[:, :1]
         q, i, group = leaders(q, i, config.selection_stride)
-        rows = (i - start).expand(len(q), -1)
+        rows = (i - start).expand(q.shape[0], -1)
         if documents is not None:
             documents = Documents(*(bound.gather(1, rows) for bound in documents))
     num_ranked = num_complete_blocks(ck, config)

@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from tests.helpers.tiny_runs import load_equal, make_runs
 
+from tests.training.test_runs import load_equal, make_runs
 from tests.training.test_train_enwik8 import ROOT, TINY, in_process
 from tests.view.test_page import content_of
 from training.view import main
