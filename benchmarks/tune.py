@@ -59,7 +59,7 @@ def candidates(kernel: str, width: int) -> Iterator[Any]:
     they say. A rule that costs next to nothing makes all unions, ALWAYS; one of NEVER none."""
     if kernel == "union":
         for count, cost in itertools.product((2, 4, 8), (ALWAYS, 1.2, 1.6, 2.4, 5.0, NEVER)):
-            yield UnionRule(count, cost, least=0)
+            yield UnionRule(count, cost, min_groups=0)
         return
     if kernel.startswith("ranking"):
         lists = ((0, 0), (8, 8), (16, 6), (32, 4))

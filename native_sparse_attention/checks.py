@@ -56,9 +56,9 @@ class UnexpectedKeyword(ValueError, TypeError):
     """An unknown keyword: a TypeError as in Python, and a ValueError as for other arguments."""
 
 
-def check_keywords(keywords: Iterable[str], known: Iterable[str]) -> None:
+def check_keywords(keywords: Iterable[str], accepted: Iterable[str]) -> None:
     """Raise `UnexpectedKeyword` for the first unknown keyword, with a suggestion."""
-    names = list(known)
+    names = list(accepted)
     for name in keywords:
         if name not in names:
             similar = difflib.get_close_matches(name, names, n=1)

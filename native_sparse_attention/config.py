@@ -91,15 +91,15 @@ class AttentionConfig:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def named(self, *names: str) -> dict[str, Any]:
+    def values_of(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
 
     def check_flags(self, *names: str) -> dict[str, bool]:
-        return dict(zip(names, check_bools(**self.named(*names)), strict=True))
+        return dict(zip(names, check_bools(**self.values_of(*names)), strict=True))
 
     def checked(self) -> dict[str, Any]:
         """The settings by name as plain values: any integral type becomes `int`."""
-        selection = check_selection(**self.named(*SELECTION))
+        selection = check_selection(**self.values_of(*SELECTION))
         check_block_sizes(self.block_sizes)
         branches = check_branches(self.branches)
         dense_length = check_int("dense_length", self.dense_length, 0)
@@ -139,7 +139,7 @@ class AttentionConfig:
 
     def but(self, **values: Any) -> AttentionConfig:
         """These settings of the branches with other values, not checked again."""
-        return AttentionConfig.unchecked(**self.named(*DEFAULTS) | values)
+        return AttentionConfig.unchecked(**self.values_of(*DEFAULTS) | values)
 
     def scale_of(self, width: int) -> float:
         """The scale of logits for this head dimension."""
@@ -160,7 +160,7 @@ DEFAULTS = {field.name: field.default for field in fields(AttentionConfig)}
 def key_of(config: AttentionConfig) -> str:
     """The settings of the branches as a string, which `config_of_key` reads. Of constants only, so
     that torch.compile can trace it."""
-    values = config.named(*DEFAULTS)
+    values = config.values_of(*DEFAULTS)
     sizes = values["block_sizes"]
     values["branches"] = " ".join(values["branches"])
     if sizes is not None:
@@ -301,7 +301,7 @@ class NSAConfig(AttentionConfig):
         rule = INDEX_RULES[self.index_pool] if self.is_indexed else self.importance
         dense = self.but(importance=rule, dense_length=sys.maxsize)
         self.keep(
-            geometry=self.named(*(GEOMETRY if self.selection_stride == 1 else RANKED_GEOMETRY)),
+            geometry=self.values_of(*(GEOMETRY if self.selection_stride == 1 else RANKED_GEOMETRY)),
             alignment=max(self.d, self.selection_block_size),
             for_functions=self.but(importance=rule),
             for_steps=self.but(importance=rule, dense_length=0),
@@ -312,7 +312,7 @@ class NSAConfig(AttentionConfig):
     def checked(self) -> dict[str, Any]:
         if self.compress_block_sliding_stride is None:
             self.keep(compress_block_sliding_stride=self.compress_block_size)
-        sizes = check_ints(1, **self.named("dim", "dim_head", "heads", "index_heads"))
+        sizes = check_ints(1, **self.values_of("dim", "dim_head", "heads", "index_heads"))
         dim, dim_head, heads, index_heads = sizes
         kv_heads = heads if self.kv_heads is None else check_int("kv_heads", self.kv_heads, 1)
         check_groups(heads, kv_heads)

@@ -46,20 +46,20 @@ def attend(
             return attend_one_softmax(call, config, backend, keep_slots)
         if config.branches == BRANCHES and backend == "triton":
             return triton_backend.native_sparse_attention(call, config)
-    given = dict(zip(("window", "selected"), masks, strict=True))
+    masks_given = dict(zip(("window", "selected"), masks, strict=True))
     outs, block_indices = [], None
     for branch in config.branches:
         part = call.branch(branch, config.branches)
         if branch == "selected":
             block_indices, gates = rank(call, config, backend)
             part = part.but(block_indices=block_indices, gates=gates)
-        alone, mask = config.but(branches=(branch,)), given.get(branch)
+        branch_config, mask = config.but(branches=(branch,)), masks_given.get(branch)
         if mask is None:
-            outs.append(dispatch.attend_branch(backend, part, alone))
+            outs.append(dispatch.attend_branch(backend, part, branch_config))
         elif branch == "selected":
-            outs.append(flex.attend_fine_mask(part, alone, mask))
+            outs.append(flex.attend_fine_mask(part, branch_config, mask))
         else:
-            outs.append(flex.attend_given_mask(part, alone, mask))
+            outs.append(flex.attend_given_mask(part, branch_config, mask))
     if call.branch_gates is None:
         return outs[0], block_indices
     return reference.combine_branches(outs, call.branch_gates), block_indices

@@ -176,11 +176,11 @@ def check_tensors(
     )  # fmt: skip
     tensors = {name: getattr(call, name) for name in AXES}
     gates, device = call.branch_gates, call.q.device
-    given = tensors | others | dict(branch_gates=gates)
+    arguments = tensors | others | dict(branch_gates=gates)
     for name, has_use in reads.items():
-        if not has_use and given.get(name) is not None:
+        if not has_use and arguments.get(name) is not None:
             raise ValueError(f"{name} must be None with branches={branches}, which do not read it")
-    check_given(**{name: given[name] for name in ("ck", "cv", "branch_gates") if reads[name]})
+    check_given(**{name: arguments[name] for name in ("ck", "cv", "branch_gates") if reads[name]})
     shapes = {name: (tensors[name], spec) for name, spec in (AXES | axes).items()}
     dims = check_shapes(**shapes, branch_gates=(gates, f"B T H {len(branches)}"))
     check_same(**tensors)

@@ -45,7 +45,7 @@ def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
     """Add the arguments above to an operation that takes `documents`."""
     signature = inspect.signature(op)
     names = list(signature.parameters)
-    known = {*names}
+    accepted = {*names}
     tensors = [
         name
         for name, parameter in signature.parameters.items()
@@ -66,15 +66,15 @@ def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         refuse_transforms(op.__name__)
-        if not known.issuperset(kwargs):
-            check_keywords(kwargs, known | {"cu_seqlens", "segment_ids", "mask"})
+        if not accepted.issuperset(kwargs):
+            check_keywords(kwargs, accepted | {"cu_seqlens", "segment_ids", "mask"})
         call = dict(zip(names[: len(args)], args, strict=True)) | kwargs
         check_given(**{name: call[name] for name in tensors if name in call})
         if cu_seqlens is None and segment_ids is None and mask is None:
             return op(*args, **kwargs)
         call = signature.bind(*args, **kwargs).arguments
-        named: dict[str, Any] = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
-        return over_documents(op, call, named)
+        bounds: dict[str, Any] = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
+        return run_packed(op, call, bounds)
 
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*signature.parameters.values(), *keywords]
@@ -83,10 +83,10 @@ def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def over_documents(
-    op: Callable[..., Any], call: dict[str, Any], named: dict[str, Tensor | None]
+def run_packed(
+    op: Callable[..., Any], call: dict[str, Any], bounds: dict[str, Tensor | None]
 ) -> Any:
-    """`op(**call)` over the documents `named`."""
+    """`op(**call)` over the documents `bounds`."""
     for name in ("q_offset", "leader_indices", "seq_len", "documents"):
         if call.get(name) is not None:
             raise ValueError(
@@ -97,7 +97,7 @@ def over_documents(
     steps = ("compress_block_sliding_stride", "selection_block_size")
     d, s = check_ints(1, **{name: call.get(name, 1) for name in steps})
     q = call["q"]
-    flat = isinstance(q, Tensor) and q.ndim == 3 and named["cu_seqlens"] is not None
+    flat = isinstance(q, Tensor) and q.ndim == 3 and bounds["cu_seqlens"] is not None
     if flat:
         rows = {name: call[name] for name in (*TOKENS, *WINDOWS) if call.get(name) is not None}
         call = call | {name: t[None] for name, t in rows.items()}
@@ -110,16 +110,16 @@ def over_documents(
         t = call.get(name)
         if isinstance(t, Tensor) and tuple(t.shape[:2]) != shape:
             raise ValueError(f"{name} must have B, T = {shape} as q has, got {list(t.shape)}")
-    mask = named["mask"]
+    mask = bounds["mask"]
     if isinstance(mask, Tensor) and q.shape[1] != q.shape[2] and mask.shape == q.shape[::2]:
         raise ValueError(f"mask must have shape {list(shape)}, got {list(mask.shape)}. {HINT}")
     check_tensor("block_indices", call.get("block_indices"), INDEX_DTYPES, q.device)
-    layout = docs.layout(shape, q.device, max(d, s), **named)
+    layout = docs.layout(shape, q.device, max(d, s), **bounds)
     documents = layout.documents
 
     aligned = {name: layout.spread(call[name]) for name in TOKENS if call.get(name) is not None}
     if call.get("block_indices") is not None:
-        aligned["block_indices"] = to_row_indices(aligned["block_indices"], documents, s)
+        aligned["block_indices"] = row_indices(aligned["block_indices"], documents, s)
     if call.get("ck") is not None:
         windows = layout.windows(d, call["ck"].shape[1], causal=causal)
         check_document_windows(call["ck"].shape[1], windows, d, causal)
@@ -137,7 +137,7 @@ def over_documents(
             return None
         if t.dtype == torch.int32:
             # hidden tokens select nothing
-            t = layout.collect(to_document_indices(t, documents, s) + 1) - 1
+            t = layout.collect(document_indices(t, documents, s) + 1) - 1
         else:
             t = layout.collect(t)
             if t.ndim == 3:  # log-sum-exps
@@ -160,14 +160,14 @@ def check_document_windows(W: int, windows: docs.Layout, d: int, causal: bool) -
         )
 
 
-def to_row_indices(block_indices: Tensor, documents: docs.Documents, s: int) -> Tensor:
+def row_indices(block_indices: Tensor, documents: docs.Documents, s: int) -> Tensor:
     """Convert block indices [b p r n] from documents to rows; -1 past the end of a document."""
     first, end = (t[..., None, None] for t in documents.blocks(s))
     is_valid = (block_indices >= 0) & (block_indices < end - first)
     return torch.where(is_valid, block_indices + first, -1).to(block_indices.dtype)
 
 
-def to_document_indices(block_indices: Tensor, documents: docs.Documents, s: int) -> Tensor:
+def document_indices(block_indices: Tensor, documents: docs.Documents, s: int) -> Tensor:
     """Convert block indices [b p r n] from rows to documents."""
     first = documents.blocks(s)[0][..., None, None]
     return torch.where(block_indices >= 0, block_indices - first, -1).to(block_indices.dtype)

@@ -62,7 +62,7 @@ def small(H, K, stride=1):
 
 
 SM90, PORTABLE = FORMS["sm90"], FORMS["portable"]
-UNION = launch.UnionRule(4, 1.6, least=0)
+UNION = launch.UnionRule(4, 1.6, min_groups=0)
 APART = {**SM90, "union_sm90": False}
 # heads, tokens a ranking, importance, neighbours that are almost one, and what serves
 CASES = {

@@ -83,11 +83,11 @@ WIDE_QUERY_MAJOR = {
 class UnionRule:
     """When to read the union of the block indices of `members` neighbouring selections: where
     `cost` times the blocks of the union are fewer than the blocks of all members. A launch with
-    fewer than `least` groups of members forms no unions."""
+    fewer than `min_groups` groups of members forms no unions."""
 
     members: int
     cost: float
-    least: int = ENOUGH_PROGRAMS
+    min_groups: int = ENOUGH_PROGRAMS
 
 
 # by rows of a selection's tile. `cost` is the time of one block for a tile of members x rows rows,

@@ -204,7 +204,8 @@ def allocate_unions(inputs: Inputs) -> Unions | None:
     if rule is None or facts.F.GATES or not n:
         return None
     few = (
-        facts.B * facts.F.R * launch.cdiv(facts.aligned, rule.members * facts.F.stride) < rule.least
+        facts.B * facts.F.R * launch.cdiv(facts.aligned, rule.members * facts.F.stride)
+        < rule.min_groups
     )
     if few or rule.members * facts.F.SLOTS**2 > MAX_COMPARISONS:
         return None

@@ -189,9 +189,10 @@ def compile_first(t: Call, config: AttentionConfig, trains: bool) -> None:
 
 def forward(t: Call, config: AttentionConfig) -> list[Tensor]:
     """The results of `attend`."""
+    t = prepared(t)
     out = None if len(config.branches) == 1 else empty_outputs(t.q, t.v)[0]
     with block_sizes(config):
-        outs, lses, block_indices = forward_branches(prepared(t), config, out)
+        outs, lses, block_indices = forward_branches(t, config, out)
     if out is None:
         return [outs[0], lses[0], block_indices]
     saved_rows = [] if config.recompute else [*outs, *lses]
@@ -275,10 +276,11 @@ def forward_branches(
     sink_of = dict.fromkeys(config.branches)
     if t.sinks is not None:
         sink_of = dict(zip(config.branches, t.sinks, strict=True))
+    ranges = {branch: kv_range(branch, t, config) for branch in ("compressed", "window")}
+    memory_pair = memory(t)
     if "selected" not in config.branches:
         (branch,) = config.branches
-        keys = kv_range(branch, t, config)
-        result = flash.forward(q, k, v, keys, scale, memory(t), sinks=sink_of[branch])
+        result = flash.forward(q, k, v, ranges[branch], scale, memory_pair, sinks=sink_of[branch])
         return [result[0]], [result[1]], empty_block_indices(t, config)
     is_single = len(config.branches) == 1
     block_indices, rank = plan_ranking(t, config)
@@ -291,8 +293,8 @@ def forward_branches(
         if is_single:
             return norms, None, None
         result = flash.forward(
-            q if t.cq is None else t.cq, t.ck, t.cv, kv_range("compressed", t, config), scale,
-            memory(t), sinks=sink_of["compressed"], norms=norms_cmp,
+            q if t.cq is None else t.cq, t.ck, t.cv, ranges["compressed"], scale, memory_pair,
+            sinks=sink_of["compressed"], norms=norms_cmp,
         )  # fmt: skip
         return norms, *result[:2]
 
@@ -326,7 +328,7 @@ def forward_branches(
             if not has_own_keys:
                 inner = selected.forced_blocks_in_window(inputs, config.sliding_window_size)[1]
             out_win, lse_win, *inner_outputs = flash.forward(
-                q, window_k, window_v, kv_range("window", t, config), scale, inner=inner,
+                q, window_k, window_v, ranges["window"], scale, inner=inner,
                 sinks=sink_of["window"], inner_sinks=sink_of["selected"],
                 norms=None if has_own_keys else norms,
             )  # fmt: skip
@@ -497,7 +499,7 @@ def plan_ranking(
     from ...kernels.topk import selection
 
     leaders = None if t.leader_indices is None else t.leader_indices.contiguous()
-    q = t.q if t.cq is None else t.cq
+    q, places = t.q if t.cq is None else t.cq, positions(t)
 
     def rank(lse: Tensor | None) -> None:
         if lse is None and config.importance == "probs":
@@ -507,7 +509,7 @@ def plan_ranking(
             )[1]  # fmt: skip
         selection.select_blocks(
             q, t.ck, config, out=block_indices, num_ranked=num_ranked, leaders=leaders, lse=lse,
-            **positions(t),
+            **places,
         )  # fmt: skip
 
     return block_indices, rank

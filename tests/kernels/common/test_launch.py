@@ -134,7 +134,7 @@ def forget_plans():
 def test_a_flipped_grid_gives_the_same(monkeypatch, call):
     """As for more rows x heads than fit along an axis."""
     results = []
-    with launch.using({"union": launch.UnionRule(4, 1.1, least=0)}):
+    with launch.using({"union": launch.UnionRule(4, 1.1, min_groups=0)}):
         for most in (launch.MAX_GRID_Y, 0):
             monkeypatch.setattr(launch, "MAX_GRID_Y", most)
             forget_plans()

@@ -27,7 +27,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(key_norms, "BOUNDED_DTYPES", (DTYPE,))
     monkeypatch.setattr(query_major, "BOUNDED_ROWS", 1)
     monkeypatch.setattr(query_major, "plan", query_major.plan.__wrapped__)  # not cached
-    monkeypatch.setitem(launch.override, "union", UnionRule(2, 1.6, least=0))
+    monkeypatch.setitem(launch.override, "union", UnionRule(2, 1.6, min_groups=0))
 
 
 def sized(q, size):
