@@ -40,7 +40,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDE = (16, 1, 128, 128)
-UNIONS = {"union": launch.UnionRule(4, 1.6, least=0)}
+UNIONS = {"union": launch.UnionRule(4, 1.6, min_groups=0)}
 # what a launch of few tokens does not take by itself
 ON_A_HOPPER = {"flash_sm90": True, "union_sm90": True, **UNIONS}
 SIZES = dict(
