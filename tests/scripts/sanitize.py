@@ -150,7 +150,7 @@ def ragged() -> None:
 
 def unions() -> None:
     """Neighbours that chose the same blocks, united; and united for blocks that are shared."""
-    with launch.using({"union": launch.UnionRule(4, 1.1, least=0)}):
+    with launch.using({"union": launch.UnionRule(4, 1.1, min_groups=0)}):
         lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
         selection = launch.Selection(lists, 5, 0, 0, True)
         some = union.allocate_unions(selection, 12, DTYPE)
@@ -184,7 +184,7 @@ def means() -> None:
 
 def hopper() -> None:
     """Neighbours that chose differently: blocks read once for all of them, some of them united."""
-    with launch.using(FORMS["sm90"] | {"union": launch.UnionRule(4, 1.1, least=0)}):
+    with launch.using(FORMS["sm90"] | {"union": launch.UnionRule(4, 1.1, min_groups=0)}):
         for heads, T, stride in (
             ((12, 1, 128, 128), 131, 1), ((32, 2, 64, 64), 256, 1), ((16, 1, 128, 128), 131, 1),
             ((8, 2, 128, 128), 131, 1), ((2, 2, 128, 128), 131, 1), ((4, 2, 128, 128), 256, 8),
