@@ -48,7 +48,7 @@ from .norm import HeadNorm, norm_heads
 from .ops import branches, decode, dispatch, nsa
 from .ops.call import Call, DecodeInputs
 from .ops.triton import backend as triton_backend
-from .ops.triton.elementwise import compress_mean_keys, compress_means
+from .ops.triton.elementwise import compress_mean, compress_means
 from .rotary import Rotary, make_rotary, rotate, rotated_heads
 from .varlen import Documents, layer_layout
 
@@ -595,7 +595,7 @@ class SparseAttention(Started):
             averaged = all(isinstance(net, MeanPool) for net in sliding)
             averaged = averaged and not config.use_diff_topk
             if averaged and (self.to_index is None or not torch.is_grad_enabled()):
-                return {"ck": compress_mean_keys(k.detach(), l, d, n)}
+                return {"ck": compress_mean([k.detach()], [], l, d, n)[0]}
         for (name, t), net in zip(raw.items(), sliding, strict=True):
             _, p = self.compressor(name)
             compressed[f"c{name}"] = slide(net, windowed(t, l, d, config.causal), p, l, d)

@@ -147,27 +147,16 @@ def empty_heads(like: Tensor, n: int) -> Tensor:
 
 
 @operator(
-    "compress_mean(Tensor k, Tensor v, Tensor k_positions, Tensor v_positions, SymInt l, SymInt d, "
-    "SymInt windows) -> (Tensor, Tensor)",
-    fake=lambda k, v, pk, pv, l, d, windows: (empty_heads(k, windows), empty_heads(v, windows)),
+    "compress_mean(Tensor[] tensors, Tensor[] positions, SymInt l, SymInt d, SymInt windows) "
+    "-> Tensor[]",
+    fake=lambda tensors, positions, l, d, windows: [empty_heads(t, windows) for t in tensors],
 )
-def compress_mean(k, v, k_positions, v_positions, l, d, windows):
-    """Window means [b h windows d] of k and v [b h n d] with positions [h l d] added."""
+def compress_mean(tensors, positions, l, d, windows):
+    """Window means [b h windows d] of k and v [b h n d] with positions [h l d] added, or of k alone
+    without."""
     from ...kernels import compress_mean
 
-    positions = unit_stride(k_positions, v_positions)
-    return tuple(compress_mean.forward(unit_stride(k, v), positions, l, d, windows))
-
-
-@operator(
-    "compress_mean_keys(Tensor k, SymInt l, SymInt d, SymInt windows) -> Tensor",
-    fake=lambda k, l, d, windows: empty_heads(k, windows),
-)
-def compress_mean_keys(k, l, d, windows):
-    """Window means [b h windows d] of keys k [b h n d] that only rank blocks: no gradient."""
-    from ...kernels import compress_mean
-
-    return compress_mean.forward(unit_stride(k), (), l, d, windows)[0]
+    return compress_mean.forward(unit_stride(*tensors), unit_stride(*positions), l, d, windows)
 
 
 def mean_backward_fake(dck, dcv, k_positions, v_positions, l, d, tokens):
@@ -195,7 +184,7 @@ class CompressMean(torch.autograd.Function):
     def forward(ctx, k, v, k_positions, v_positions, l, d, windows):
         ctx.sizes = l, d, k.shape[2]
         ctx.save_for_backward(k_positions, v_positions)
-        return compress_mean(k, v, k_positions, v_positions, l, d, windows)
+        return tuple(compress_mean([k, v], [k_positions, v_positions], l, d, windows))
 
     @staticmethod
     def backward(ctx, dck, dcv):
@@ -209,6 +198,7 @@ def compress_means(
 ) -> tuple[Tensor, Tensor]:
     """`compress_mean`, with gradients where they are needed."""
     tensors = k, v, k_positions, v_positions
-    run = CompressMean.apply if needs_gradient(tensors) else compress_mean
-    ck, cv = run(*tensors, l, d, windows)
+    if needs_gradient(tensors):
+        return CompressMean.apply(*tensors, l, d, windows)  # type: ignore[no-any-return]
+    ck, cv = compress_mean([k, v], [k_positions, v_positions], l, d, windows)
     return ck, cv

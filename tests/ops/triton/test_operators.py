@@ -115,8 +115,8 @@ CASES = {
     "projected": (("rotate", "projected_heads_backward"), projected),
     "means": (("compress_mean", "compress_mean_backward"), averaged),
     "means of keys": (
-        ("compress_mean_keys",),
-        lambda: elementwise.compress_mean_keys(leaf(1, 2, 12, 16).detach(), 8, 4, 3),
+        ("compress_mean",),
+        lambda: elementwise.compress_mean([leaf(1, 2, 12, 16).detach()], [], 8, 4, 3)[0],
     ),
 }  # fmt: skip
 
