@@ -23,7 +23,7 @@ from native_sparse_attention.kernels.selected.inputs import Inputs
 pytestmark = pytest.mark.kernels
 
 GROUP = 4
-RULE = UnionRule(GROUP, 1.6, least=0)
+RULE = UnionRule(GROUP, 1.6, min_groups=0)
 
 
 def allocate_unions(selection, H, dtype=torch.float16):
@@ -225,7 +225,7 @@ def test_shared(n, T, blocks):
         return sum((a & b) > 0 for some in chunks for a, b in itertools.combinations(some, 2))
 
     ordered, by_block = 0, 0
-    for place, members in expected(selection, UnionRule(8, 0.0, least=0)).items():
+    for place, members in expected(selection, UnionRule(8, 0.0, min_groups=0)).items():
         assert members_of(unions, place) == members
         ordered += conflicts(list(members_of(unions, place).values()))
         by_block += conflicts([members[c] for c in sorted(members)])
@@ -246,7 +246,7 @@ def test_shared_and_overlapping(most):
         alone = make_unions(selection, 8)
         overlapping = allocate_unions(selection, 8)
     unions = write_shared(selection, blocks, overlapping)
-    members = expected(selection, UnionRule(8, 0.0, least=0))
+    members = expected(selection, UnionRule(8, 0.0, min_groups=0))
 
     def halves(b, r, group):
         return [(b, r, half) for half in range(2 * group, min(2 * group + 2, alone.groups))]
