@@ -176,7 +176,7 @@ def test_captured_without_a_sync(waits_for_nothing):
     """A forward and backward pass, all of these kernels in it, on streams side by side."""
     tensors, d_out, settings = draw_layer(1024, (32, 2, 128, 128))
     within = dict.fromkeys(("flash_sm90", "union_sm90"), True)
-    within["union"] = launch.UnionRule(4, 1.6, least=0)
+    within["union"] = launch.UnionRule(4, 1.6, min_groups=0)
     right = layer(tensors, d_out, within, **settings)
     torch.cuda.synchronize()
     with waits_for_nothing():
