@@ -70,7 +70,8 @@ def block_targets(
     mass = block_probs.sum(dim=-1)
     if weigh == "mass":
         return mass.sum(dim=2)
-    values = rearrange(F.pad(v, (0, 0, 0, pad)), "b k (c s) e -> b k c s e", s=s)
+    # contiguous: padded by nothing, v keeps strides that a compiled graph does not foresee
+    values = rearrange(F.pad(v.contiguous(), (0, 0, 0, pad)), "b k (c s) e -> b k c s e", s=s)
     added = einsum(block_probs, values, "b k g m c s, b k c s e -> b k g m c e")
     out = added.sum(dim=-2, keepdim=True)
     return (added - mass[..., None] * out).norm(dim=-1).sum(dim=2)

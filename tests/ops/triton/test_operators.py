@@ -14,7 +14,7 @@ from native_sparse_attention.ops.triton import elementwise
 from native_sparse_attention.ops.triton.operator import unit_stride
 from native_sparse_attention.rotary import Rotary, rotate
 from tests.helpers.budget import DEVICE
-from tests.helpers.calls import RANKING, D, draw, heads_first
+from tests.helpers.calls import RANKING, D, S, draw, heads_first
 from tests.helpers.interpreter import not_of_3_4
 from tests.helpers.memory import poisoned
 
@@ -36,7 +36,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-T = 3 * D  # tokens of three windows
+T = S + D  # a block that is ranked, and a window more
 
 
 def beside_others(t):
