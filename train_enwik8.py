@@ -37,9 +37,11 @@ except ModuleNotFoundError as error:
     sys.exit(2)
 
 from native_sparse_attention import Transformer
-from training.data import batches, check_data, load_data, split
+from training.batches import batches
+from training.data import check_data, load_data, split
 from training.errors import UserError
-from training.forward import compiled, evaluate, loss_of
+from training.evaluate import evaluate
+from training.forward import compiled, loss_of
 from training.options import (
     Table,
     catch_signals,
@@ -226,8 +228,8 @@ def train(given: Namespace, held: ExitStack) -> int:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             loss = torch.zeros((), device=cfg.device)
-            for ids in batches(train_data, cfg, step):
-                share = loss_of(forward, ids, cfg) / cfg.accumulate
+            for batch in batches(train_data, cfg, step):
+                share = loss_of(forward, batch, cfg) / cfg.accumulate
                 share.backward()
                 loss += share.detach()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 
 from native_sparse_attention import Transformer
 from train_enwik8 import build_optimizer
-from training.data import batches, windows
+from training.batches import batches, windows
 from training.forward import autocast, compiled, loss_of
 
 from . import common, corpus, runs_pool
@@ -116,9 +116,10 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
     forward = compiled(model, cfg)
 
     def loss_at(step: int) -> runs_pool.Losses:
-        (ids,) = batches(train, cfg, step)
+        (batch,) = batches(train, cfg, step)
         given = ranking_of(settings, spec["seed"], step, run.device)
-        return loss_of(functools.partial(forward, **given), on(ids, run.device), cfg)
+        batch = batch._replace(ids=on(batch.ids, run.device))
+        return loss_of(functools.partial(forward, **given), batch, cfg)
 
     row = {**spec, **describe(model, spec["T"])}
     if spec["kind"] == "speed":

@@ -1,20 +1,18 @@
-"""The forward pass of a step: precision, torch.compile, the loss; validation."""
+"""The forward pass of a step: precision, torch.compile, the loss."""
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from native_sparse_attention import Transformer
 
-from .data import segments, windows
+from .batches import Batch
 from .errors import UserError, reason
 
 
@@ -59,18 +57,10 @@ def compiled(model: Transformer, cfg: Namespace) -> Callable[..., Tensor]:
         model.zero_grad()
 
 
-def loss_of(forward: Callable[..., Tensor], ids: Tensor, cfg: Namespace) -> Tensor:
-    """Of predicting bytes [b, n + 1], each from those of its row or of its document there."""
-    named = {"segment_ids": segments(ids, cfg.pack)} if cfg.pack else {}
+def loss_of(forward: Callable[..., Tensor], batch: Batch, cfg: Namespace) -> Tensor:
+    """The mean over the predictions of a batch, each of a byte from those before it in its row or
+    in its document there; times the weight of the batch."""
+    named = {} if batch.segment_ids is None else {"segment_ids": batch.segment_ids}
     with autocast(cfg):
-        return forward(ids.to(cfg.device), return_loss=True, **named)
-
-
-@torch.no_grad()
-def evaluate(forward: Callable[..., Tensor], data: np.ndarray, cfg: Namespace, size: int) -> float:
-    """Bits per byte over about `size` bytes, in windows spread evenly over `data`."""
-    shape = max(1, min(size, len(data)) // (cfg.batch_size * cfg.seq_len)), cfg.batch_size
-    starts = np.linspace(0, len(data) - cfg.seq_len - 1, math.prod(shape)).astype(np.int64)
-    inputs = (windows(data, rows, cfg) for rows in starts.reshape(shape))
-    losses = [loss_of(forward, ids, cfg).item() for ids in inputs]
-    return sum(losses) / len(losses) / math.log(2)
+        loss = forward(batch.ids.to(cfg.device), return_loss=True, **named)
+    return loss if batch.segment_ids is None else loss * batch.weight

@@ -19,7 +19,9 @@ import torch
 from native_sparse_attention import Transformer
 from tests.training.test_train_enwik8 import TINY, finished, in_process, refused
 from training import data
+from training.batches import batch_of, batches, segments
 from training.errors import UserError
+from training.evaluate import evaluate
 from training.forward import loss_of
 
 
@@ -43,10 +45,10 @@ def test_stdlib_corpus_is_the_same_each_time_and_free_of_tests():
 
 def test_batches_are_a_function_of_seed_and_step():
     text = np.arange(200, dtype=np.uint8)
-    cfg = Namespace(seed=1, accumulate=2, batch_size=3, seq_len=8, device="cpu")
+    cfg = Namespace(seed=1, accumulate=2, batch_size=3, seq_len=8, pack="")
 
     def drawn(step):
-        return [ids.tolist() for ids in data.batches(text, cfg, step)]
+        return [batch.ids.tolist() for batch in batches(text, cfg, step)]
 
     assert drawn(5) == drawn(5) != drawn(6)
     assert np.shape(drawn(5)) == (2, 3, 9)
@@ -56,8 +58,8 @@ def test_batches_are_a_function_of_seed_and_step():
 def test_segments():
     """A document begins with each whole marker of a row."""
     ids = torch.tensor([list(b"ab<p>cd<p><p>e"), list(b"<p>abcdefghi<p")])
-    assert data.segments(ids, "<p>").tolist() == [[0] * 2 + [1] * 5 + [2] * 3 + [3] * 4, [1] * 14]
-    assert data.segments(ids[:, :2], "<p>").tolist() == [[0, 0], [0, 0]]
+    assert segments(ids, "<p>").tolist() == [[0] * 2 + [1] * 5 + [2] * 3 + [3] * 4, [1] * 14]
+    assert segments(ids[:, :2], "<p>").tolist() == [[0, 0], [0, 0]]
 
 
 def test_loss_of_packed_documents():
@@ -68,7 +70,34 @@ def test_loss_of_packed_documents():
     parts = [parts[0], parts[1], *parts[2].split(8, 1)]
     losses = [net(ids, return_loss=True) * (ids.shape[1] - 1) for ids in parts]
     expected = sum(losses) / sum(ids.shape[1] - 1 for ids in parts)
-    torch.testing.assert_close(loss_of(net, torch.cat(parts, 1), cfg), expected)
+    torch.testing.assert_close(loss_of(net, batch_of(torch.cat(parts, 1), cfg), cfg), expected)
+
+
+def test_packed_losses_do_not_depend_on_the_batch():
+    """Gradients of a step and validations, of windows that hold few or many predictions."""
+    net = Transformer(256, 16, 1, dim_head=8, heads=2)
+    draw = np.random.default_rng(0)
+    parts = [
+        b"|a" * 40 if draw.random() < 0.5 else bytes(draw.integers(97, 123, 80)) for _ in "x" * 40
+    ]
+    text = np.frombuffer(b"".join(parts), dtype=np.uint8)
+
+    def settings(accumulate, batch_size):
+        sizes = dict(accumulate=accumulate, batch_size=batch_size, seq_len=64)
+        return Namespace(seed=0, pack="|", precision="fp32", device="cpu", **sizes)
+
+    def gradients(cfg, step):
+        net.zero_grad()
+        for batch in batches(text, cfg, step):
+            (loss_of(net, batch, cfg) / cfg.accumulate).backward()
+        return [p.grad for p in net.parameters() if p.grad is not None]
+
+    for step in range(3):
+        torch.testing.assert_close(gradients(settings(1, 4), step), gradients(settings(4, 1), step))
+    bits = [evaluate(net, text, settings(1, size), 32 * 64) for size in (1, 32)]
+    assert bits[0] == pytest.approx(bits[1], rel=1e-5)
+    alone = np.full(130, ord("|"), dtype=np.uint8)  # every byte is a document
+    assert evaluate(net, alone, settings(1, 1), 64) == 0
 
 
 def test_training_on_packed_documents(tmp_path):
