@@ -68,18 +68,8 @@ class NewTokens(NamedTuple):
             return (self.start + self.new) // every - self.start // every
         if self.host is None:
             return -(-self.new // every)
-        return max(
-            map(operator.sub, self.ends(every), [a // every for a in self.host[0]]), default=0
-        )
-
-    def slots(self, every: int, width: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Positions [n] or [b n] of `width` new entries, and a mask of those that are complete;
-        None: all are. On the device, or on the host if it knows that sequences differ."""
-        first, end = self.bounds(every)
-        slots = column(first) + torch.arange(width, device=device_of(device, first, end))
-        if self.counts is None and (every == 1 or isinstance(first, int)):
-            return slots, None
-        return slots, slots < column(end)
+        firsts = (a // every for a in self.host[0])
+        return max(map(operator.sub, self.ends(every), firsts), default=0)
 
     def hide_past_end(self, stream: Tensor, every: int) -> Tensor:
         """A stream [b h n d] with zeros past the end of each sequence: an attention weight of 0
@@ -99,42 +89,34 @@ class NewTokens(NamedTuple):
         return t.masked_fill(padding[..., None], 0)
 
     def write(
-        self, store: Tensor, new: Tensor, every: int, page_table: Tensor | None = None
-    ) -> None:
-        """Write the new entries [b h n d] that are complete to a stream, in place."""
+        self, store: Tensor, new: Tensor, every: int, page_table: Tensor | None = None,
+        is_ring: bool = False,
+    ) -> None:  # fmt: skip
+        """Write the new entries [b h n d] that are complete to a stream, or the last that fit to a
+        ring buffer, in place."""
         first, end = self.bounds(every)
-        if isinstance(first, int) and isinstance(end, int) and page_table is None:
+        if isinstance(first, int) and isinstance(end, int) and page_table is None and not is_ring:
             store[:, :, first:end] = new[:, :, : end - first]
             return
-        width = self.width(every)
-        if self.host is None:  # entries beyond the capacity can only be padding
+        width = self.new if is_ring else self.width(every)
+        if is_ring or self.host is None:  # entries beyond the capacity can only be padding
             width = min(width, store.shape[2])
-        if width:
-            slots = self.slots(every, width, store.device)
-            write(store, new[:, :, :width], *slots, page_table)
-
-    def write_recent(self, ring: Tensor, new: Tensor) -> None:
-        """Write the last real tokens of each sequence, as many as fit, to a ring buffer."""
-        size = ring.shape[2]
-        width = min(self.new, size)
         if width == 0:
             return
-        first, end = self.bounds(1)
-        last = torch.arange(width, device=device_of(ring.device, first, end)) - width
-        # negative for sequences that take fewer
-        index = column(end - first) + last
-        mask = None if self.counts is None else index >= 0
-        new = take(new, index.clamp(min=0).to(new.device, non_blocking=True))
-        write(ring, new, (column(end) + last) % size, mask)
+        device = end.device if isinstance(end, Tensor) else store.device
+        index, mask = torch.arange(width, device=device), None
+        if is_ring:
+            index = column(end - first) - width + index  # negative for sequences that take fewer
+            new = take(new, index.clamp(min=0).to(new.device, non_blocking=True))
+        slots = column(first) + index
+        if self.counts is not None or (every > 1 and isinstance(first, Tensor)):
+            mask = index >= 0 if is_ring else slots < column(end)
+        write(store, new[:, :, :width], slots, mask, page_table)
 
 
 def column(bound: Any) -> Any:
     """An int, or [b] as [b 1]."""
     return bound[:, None] if isinstance(bound, Tensor) else bound
-
-
-def device_of(default: torch.device, *bounds: Any) -> torch.device:
-    return next((bound.device for bound in bounds if isinstance(bound, Tensor)), default)
 
 
 def take(t: Tensor, index: Tensor) -> Tensor:
@@ -144,14 +126,10 @@ def take(t: Tensor, index: Tensor) -> Tensor:
 
 
 def write(
-    store: Tensor,
-    new: Tensor,
-    slots: Tensor,
-    mask: Tensor | None,
-    page_table: Tensor | None = None,
+    store: Tensor, new: Tensor, slots: Tensor, mask: Tensor | None, page_table: Tensor | None
 ) -> None:
-    """store[b, :, slots[b, i]] = new[b, :, i] where mask[b, i], in place; slots [n] or [b n] are
-    distinct. With a page table, slots of a sequence lie in its pages.
+    """store[b, :, slots[b, i] % size] = new[b, :, i] where mask[b, i], in place; slots [n] or [b n]
+    are distinct. With a page table, slots of a sequence lie in its pages.
 
     By `index_put_` on the storage itself: of all writes this one torch's compiler does in place. In
     a graph masked slots get their old values; otherwise the mask is the host's, and they are left
@@ -174,38 +152,8 @@ def write(
     store.index_put_(index, new)
 
 
-def write_by_kernels(
-    new: dict[str, Tensor],
-    stores: dict[str, Tensor],
-    tokens: NewTokens,
-    *,
-    page_table: Tensor | None = None,
-    page_size: int | None = None,
-    every: int = 1,
-    ring: bool = False,
-) -> None:
-    """`NewTokens.write` and `NewTokens.write_recent` in Triton, which reads the lengths on the
-    device. A kernel writes a pair of streams; a stream without a partner is its own."""
-    lengths: Any = tokens.start
-    for names in pairs(new):
-        kernels().append(
-            pick(new, names), pick(stores, names), lengths, tokens.new, counts=tokens.counts,
-            page_table=page_table, page_size=page_size, every=every, tail=ring,
-        )  # fmt: skip
-
-
-def windows_by_kernels(
-    new: dict[str, Tensor], tails: dict[str, Tensor], tokens: NewTokens, l: int, d: int
-) -> dict[str, Tensor]:
-    """`KVCache.windows` of raw keys and values in Triton."""
-    lengths: Any = tokens.start
-    (names,) = pairs(new)
-    windows = kernels().windows(pick(new, names), pick(tails, names), lengths, l, d)
-    return dict(zip(names, windows, strict=True))
-
-
 def pairs(new: dict[str, Tensor]) -> list[tuple[str, str]]:
-    """Names of streams, two by two; a stream without a partner is its own."""
+    """Names of streams, two by two, as kernels take them; one without a partner is its own."""
     names = list(new)
     return [(name, names[min(i + 1, len(names) - 1)]) for i, name in enumerate(names)][::2]
 
@@ -318,12 +266,7 @@ def integers(name: str, values: Sequence[int] | Tensor) -> list[int]:
 
 
 def sequence_indices(rows: Sequence[int] | Tensor, batch: int) -> list[int]:
-    """Indices of sequences, each in 0 .. batch - 1."""
-    indices = integers("rows", rows)
-    for row in indices:
-        if not 0 <= row < batch:
-            raise ValueError(f"rows must be between 0 and {batch - 1}, got {row}")
-    return indices
+    return [check_int("rows", row, 0, batch) for row in integers("rows", rows)]
 
 
 # storage
@@ -672,16 +615,10 @@ class KVCache:
         kernels read the storage itself.
         """
         stores = self._allocate(new, tokens.ends(every), every)
-        if tokens.decoded and tokens.host is not None:
-            write_by_kernels(
-                new, stores, tokens, page_table=self.page_table, page_size=self.page_size,
-                every=every,
-            )  # fmt: skip
+        self._write(stores, new, tokens, every)
+        if tokens.decoded:
             return stores
         for name, entries in new.items():
-            tokens.write(stores[name], entries.detach(), every, self.page_table)
-            if tokens.decoded:
-                continue
             stream = tokens.hide_past_end(self._read(stores[name], tokens.end(every)), every)
             needs_grad = torch.is_grad_enabled() and entries.requires_grad
             if needs_grad or saved:
@@ -700,7 +637,9 @@ class KVCache:
         if width == 0:
             return {name: t.new_empty(*t.shape[:2], 0, l, t.shape[3]) for name, t in new.items()}
         if tokens.decoded and tokens.host is not None:
-            return windows_by_kernels(new, tails, tokens, l, d)
+            (names,) = pairs(new)
+            windows = kernels().windows(pick(new, names), pick(tails, names), tokens.start, l, d)
+            return dict(zip(names, windows, strict=True))
         streams = {
             name: torch.cat((self.recent(name, tokens, l - 1), t), dim=2) for name, t in new.items()
         }
@@ -727,16 +666,26 @@ class KVCache:
         return entries.masked_fill((position < 0)[:, None, :, None], 0)
 
     def keep_recent(self, new: dict[str, Tensor], tokens: NewTokens, length: int) -> None:
-        """Write the last `length + rollback` entries [b h n d] of each sequence to the tails.
+        """Write the last `length + rollback` entries [b h n d] of each sequence to the tails."""
+        self._write(self.ring(new, length), new, tokens, is_ring=True)
 
-        The token at position p goes to slot `p mod size`.
-        """
-        tails = self.ring(new, length)
+    def _write(
+        self, stores: dict[str, Tensor], new: dict[str, Tensor], tokens: NewTokens, every: int = 1,
+        is_ring: bool = False,
+    ) -> None:  # fmt: skip
+        """Write new entries to streams or tails. For the decode kernels a kernel writes them, which
+        reads the lengths on the device."""
+        page_table = None if is_ring else self.page_table
         if tokens.decoded and tokens.host is not None:
-            write_by_kernels(new, tails, tokens, ring=True)
+            for names in pairs(new):
+                kernels().append(
+                    pick(new, names), pick(stores, names), tokens.start, tokens.new,
+                    counts=tokens.counts, page_table=page_table, page_size=self.page_size,
+                    every=every, tail=is_ring,
+                )  # fmt: skip
             return
         for name, entries in new.items():
-            tokens.write_recent(tails[name], entries.detach())
+            tokens.write(stores[name], entries.detach(), every, page_table, is_ring)
 
     def reserve(self, counts: list[int]) -> None:
         """Allocate pages for `counts[b]` more tokens of each sequence, before a CUDA graph writes
@@ -744,22 +693,17 @@ class KVCache:
         self._allocate({}, list(map(add, self.starts(len(counts)), counts)), 1)
 
     def ring(self, new: dict[str, Tensor], length: int) -> dict[str, Tensor]:
-        """Allocate tails for the last `length + rollback` entries, without writing to them.
-
-        Returns the ring buffers [b h length+rollback d] of the tails named in `new`, for entries
-        that look like `new` [b h n d] (any n).
-        """
+        """The ring buffers [b h length+rollback d] of the tails named in `new`, allocated for
+        entries like `new` [b h n d] (any n), without writing to them."""
         size = length + self.rollback
         for name, entries in new.items():
             check_entries(self._tail, {name: entries}, self.batch or len(entries), self.device)
-            held = self._tail[name].shape[2] if name in self._tail else size
-            if held != size:
+            if name not in self._tail:
+                self._tail[name] = allocate_zeros(entries, len(entries), size)
+            if (held := self._tail[name].shape[2]) != size:
                 raise ValueError(
                     f"cache keeps the last {held} of {name}, not {size}: is it another layer's?"
                 )
-        for name, entries in new.items():
-            if name not in self._tail:
-                self._tail[name] = allocate_zeros(entries, len(entries), size)
         return {name: self._tail[name] for name in new}
 
     # managing sequences
@@ -827,22 +771,15 @@ class KVCache:
         return self
 
     def clone(self) -> KVCache:
-        """A copy that shares no storage with this cache."""
-        copied = self._twin()
+        """A copy that shares no storage with this cache, as are those of the module `copy`."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
         copied.lengths, copied._reached = list(self.lengths), list(self._reached)
         copied._apply(lambda t: t.clone())
         return copied
 
     def __copy__(self) -> KVCache:
-        copied = self._twin()
-        # each counts on the device what the other's host does not see
-        self.is_new = copied.is_new = False
-        return copied
-
-    def _twin(self) -> KVCache:
-        copied = object.__new__(type(self))
-        vars(copied).update(vars(self))
-        return copied
+        return self.clone()  # two that share storage would not see what the other counts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         copied = self.clone()
@@ -938,11 +875,10 @@ def check_caches(
         raise ValueError(
             f"cache must hold one KVCache for each of {len(layers)} layers, got {len(caches)}"
         )
-    for index, cache in enumerate(caches):
-        if not isinstance(cache, KVCache):
-            raise ValueError(f"cache[{index}] must be a KVCache, got {describe(cache)}")
     if len(set(map(id, caches))) != len(caches):
         raise ValueError("cache must hold a KVCache for each layer, got one of them twice")
-    for cache, layer in zip(caches, layers, strict=True):
+    for index, (cache, layer) in enumerate(zip(caches, layers, strict=True)):
+        if not isinstance(cache, KVCache):
+            raise ValueError(f"cache[{index}] must be a KVCache, got {describe(cache)}")
         if hasattr(layer, "identity"):
             cache.check_layer(layer.identity, layer.geometry)

@@ -71,9 +71,9 @@ class PagedKVCache(KVCache):
 
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
         super().truncate(lengths)
-        pages = [held[:n] for held, n in zip(self._pages, self._pages_used(), strict=True)]
-        for retained, held in zip(pages, self._pages, strict=True):
-            self._free += held[len(retained) :][::-1]
+        pages = self._used_pages()
+        for used, held in zip(pages, self._pages, strict=True):
+            self._free += held[len(used) :][::-1]
         self._assign(pages)
 
     def clone(self) -> PagedKVCache:
@@ -83,9 +83,10 @@ class PagedKVCache(KVCache):
 
     # pages
 
-    def _pages_used(self) -> list[int]:
-        """Number of pages that hold tokens, per sequence."""
-        return [ceil_div(n, self.page_size) for n in self.lengths]
+    def _used_pages(self) -> list[list[int]]:
+        """The pages of each sequence that hold tokens."""
+        held_tokens = zip(self._pages, self.lengths, strict=True)
+        return [held[: ceil_div(n, self.page_size)] for held, n in held_tokens]
 
     def _pages_needed(self, lengths: list[int]) -> list[int]:
         """Number of pages that each sequence must allocate to hold `lengths` tokens.
@@ -93,11 +94,8 @@ class PagedKVCache(KVCache):
         Raises:
             ValueError: more pages than are free.
         """
-        sizes = map(len, self._pages)
-        needed = [-(-n // self.page_size) - size for n, size in zip(lengths, sizes, strict=True)]
-        if max(needed, default=0) <= 0:
-            return [0] * len(needed)
-        needed = [max(0, n) for n in needed]
+        held_tokens = zip(self._pages, lengths, strict=True)
+        needed = [max(0, ceil_div(n, self.page_size) - len(held)) for held, n in held_tokens]
         self._check_free(sum(needed), len(self._free))
         return needed
 
@@ -167,7 +165,7 @@ class PagedKVCache(KVCache):
         return store[pages].transpose(1, 2).flatten(2, 3)[:, :, :end]
 
     def _reorder_streams(self, index: list[int]) -> None:
-        used = [held[:n] for held, n in zip(self._pages, self._pages_used(), strict=True)]
+        used = self._used_pages()
         # the first copy of a sequence takes over its pages
         owners = {source: row for row, source in reversed(list(enumerate(index)))}
         free = self._free.copy()
@@ -176,7 +174,7 @@ class PagedKVCache(KVCache):
         copies = [source for row, source in enumerate(index) if owners[source] != row]
         self._check_free(sum(len(used[source]) for source in copies), len(free))
 
-        copied: list[tuple[int, int]] = []
+        copied: list[tuple[int, int]] = []  # pages, and those that they copy
         pages: list[list[int]] = []
         for row, source in enumerate(index):
             owned = used[source]
@@ -185,17 +183,12 @@ class PagedKVCache(KVCache):
                 copied += zip(owned, used[source], strict=True)
             pages.append(owned)
         self._free = free
-        self._copy_pages(copied)
+        if copied:
+            for store in self._streams.values():
+                targets, sources = torch.tensor(copied).T.to(store.device, non_blocking=True)
+                store[targets] = store[sources]
         if len(index) != len(self._pages):
             self._pages = [[] for _ in index]
             if self.page_table is not None:
                 self._allocate_page_table(len(index), self.page_table.device)
         self._assign(pages)
-
-    def _copy_pages(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy page b of every stream to page a, for each pair (a, b)."""
-        if not pairs:
-            return
-        for store in self._streams.values():
-            target, source = torch.tensor(pairs).T.to(store.device, non_blocking=True)
-            store[target] = store[source]
