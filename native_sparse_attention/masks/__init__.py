@@ -2,7 +2,8 @@
 
 `nsa` has the masks of native sparse attention's branches; `gallery` and `scores` have mods of other
 papers. `attention` runs them, also over packed sequences. `tiles` makes block masks of mask mods.
-`python -m native_sparse_attention.masks NAME` draws a mask.
+`python -m native_sparse_attention.masks NAME` draws a mask. A setting out of range, or a tensor of
+another dtype or shape, is a ValueError that names it.
 """
 
 from .attention import (

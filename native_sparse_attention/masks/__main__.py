@@ -8,6 +8,7 @@ that its block mask skips.
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 import sys
 from pathlib import Path
@@ -22,10 +23,8 @@ from .tiles import TILE, MaskMod, tile_counts
 CPU = torch.device("cpu")
 # most cells along the longer side of a picture in characters, and in pixels
 CELLS, PIXELS = 48, 512
-
 # a cell with no, some and all pairs allowed
-MARKS = ".+#"
-LEGEND = ". none  + some  # all"
+MARKS, LEGEND = ".+#", ". none  + some  # all"
 
 
 def draw_pairs(mask_mod: MaskMod, q_len: int, kv_len: int, most: int = CELLS) -> tuple[int, Tensor]:
@@ -47,11 +46,7 @@ def draw_text(share: Tensor) -> str:
 
 
 def save(path: Path, title: str, shape: tuple[int, int], share: Tensor, tiles: Tensor) -> None:
-    """Save the pairs and the tiles of a mask side by side as a PNG.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Save the pairs and the tiles of a mask side by side as a PNG."""
     try:
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
@@ -83,20 +78,21 @@ def main(argv: list[str] | None = None) -> None:
         description="Draws a mask: every pair, and the tiles that a block mask of it skips.",
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    for name, build in catalog.CATALOG.items():
-        command = commands.add_parser(name, parents=[common], help=build.__doc__)
+    for name, factory in catalog.CATALOG.items():
+        text = (inspect.getdoc(factory) or "").partition("\n\n")[0]
+        command = commands.add_parser(name, parents=[common], help=text, description=text)
         for key, default in catalog.options_of(name).items():
-            text = "default: by the length" if default is None else f"default: {default}"
-            flag = f"--{key.replace('_', '-')}"
-            command.add_argument(flag, type=int, default=argparse.SUPPRESS, help=text)
-    args = parser.parse_args(argv)
-    names = catalog.options_of(args.name).keys() & vars(args).keys()
+            command.add_argument(
+                f"--{key.replace('_', '-')}", type=int, default=argparse.SUPPRESS,
+                help=f"default at 512 queries: {default}",
+            )  # fmt: skip
+    options = vars(parser.parse_args(argv))
+    name, length, tile, out = (options.pop(key) for key in ("name", "length", "block_size", "out"))
     try:
-        tile = check_int("block_size", args.block_size, 1)
-        if args.out is not None and (args.out.suffix != ".png" or not args.out.parent.is_dir()):
-            raise ValueError(f"--out must be a .png file in a folder there is, got {args.out}")
-        options = {name: getattr(args, name) for name in names}
-        mask_mod, q_len, kv_len = catalog.make(args.name, args.length, CPU, **options)
+        tile = check_int("block_size", tile, 1)
+        if out is not None and (out.suffix != ".png" or not out.parent.is_dir()):
+            raise ValueError(f"--out must be a .png file in a folder there is, got {out}")
+        mask_mod, q_len, kv_len = catalog.make(name, length, CPU, **options)
         size, share = draw_pairs(mask_mod, q_len, kv_len)
         # a tile past the end is never full
         counts = tile_counts(mask_mod, q_len, kv_len, CPU, tile)
@@ -104,16 +100,16 @@ def main(argv: list[str] | None = None) -> None:
         empty, partial, full = cell_states(tiles).flatten().bincount(minlength=3).tolist()
         cell = "one pair" if size == 1 else f"{size} x {size} pairs"
         sys.stdout.write(
-            f"{args.name}: {q_len} queries, {kv_len} keys, "
+            f"{name}: {q_len} queries, {kv_len} keys, "
             f"{100 * int(counts.sum()) / (q_len * kv_len):.1f} % of the pairs allowed\n\n"
             f"a cell is {cell} ({LEGEND})\n{draw_text(share)}\n\n"
             f"a cell is a tile of {tile} x {tile} ({LEGEND})\n{draw_text(tiles)}\n\n"
             f"{tiles.numel()} tiles: {empty} empty, {partial} partial, {full} full; "
             f"{100 * empty / tiles.numel():.1f} % skipped\n"
         )
-        if args.out is not None:
+        if out is not None:
             share = draw_pairs(mask_mod, q_len, kv_len, PIXELS)[1]
-            save(args.out, args.name, (q_len, kv_len), share, tiles)
+            save(out, name, (q_len, kv_len), share, tiles)
     except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
 

@@ -1,8 +1,6 @@
 """Attention under mods: dense, by flex_attention's definition; and over sequences of different
 lengths, packed one after another into a single row. Mods for one sequence become mods for the
-packed row; attention takes torch's nested tensors.
-
-    offsets     begin of each sequence and end of the last one, [sequences + 1]
+packed row. Offsets [sequences + 1] are the begin of each sequence and the end of the last one.
 """
 
 from __future__ import annotations
@@ -49,9 +47,6 @@ def dense_attention(
     q [B H T D], k [B K S D], v [B K S E] to [B H T E]. Query head h reads KV head `h // (H / K)`.
     Scores are float32 or wider. A query that sees no key gives 0 and zero gradients. The function
     calls the score mod once, with indices that broadcast against the scores [B H T S].
-
-    Raises:
-        ValueError: shapes, dtypes, devices or settings do not match.
     """
     check_given(q=q, k=k, v=v)
     dims = check_shapes(q=(q, "B H T D"), k=(k, "B K S D"), v=(v, "B K S E"))
@@ -113,11 +108,7 @@ def jagged_mask_mod(
 def jagged_score_mod(
     score_mod: ScoreMod, offsets: Tensor, kv_offsets: Tensor | None = None
 ) -> ScoreMod:
-    """`score_mod` with the indices of `jagged_mask_mod`.
-
-    Raises:
-        ValueError: offsets are malformed.
-    """
+    """`score_mod` with the indices of `jagged_mask_mod`."""
     check_callable("score_mod", score_mod, "(score, b, h, i, j)", required=True)
     sequence, q_position = locate("offsets", offsets)
     kv_position = q_position if kv_offsets is None else locate("kv_offsets", kv_offsets)[1]
@@ -128,11 +119,7 @@ def jagged_block_mask(
     mask_mod: MaskMod | None, offsets: Tensor, kv_offsets: Tensor | None = None
 ) -> BlockMask:
     """The block mask of `jagged_mask_mod` on the device of the offsets, to share between layers of
-    `jagged_attention`. `mask_mod` may not depend on h.
-
-    Raises:
-        ValueError: offsets are malformed, or hold no token.
-    """
+    `jagged_attention`. `mask_mod` may not depend on h."""
     packed_mod = jagged_mask_mod(mask_mod, offsets, kv_offsets)
     q_len, kv_len = int(offsets[-1]), int((offsets if kv_offsets is None else kv_offsets)[-1])
     return block_mask_of(packed_mod, q_len, kv_len, offsets.device)
@@ -152,12 +139,10 @@ def unpack(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def compiled_attention() -> Callable[..., Tensor]:
-    """Compile flex_attention at first use, with its own count of recompilations."""
+    """flex_attention, compiled at first use, with its own count of recompilations."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(
-        lambda q, k, v, options: flex_attention(q, k, v, **options), fullgraph=True
-    )
+    return torch.compile(lambda *args, **options: flex_attention(*args, **options), fullgraph=True)
 
 
 def jagged_attention(
@@ -213,7 +198,7 @@ def jagged_attention(
     if q_values.is_cuda:
         options |= {"block_mask": block_mask, "enable_gqa": groups > 1}
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-            out = compiled_attention()(*rows, options)
+            out = compiled_attention()(*rows, **options)
     else:
         out = dense_attention(*rows, mask_mod=block_mask.mask_mod, **options)
     return torch.nested.nested_tensor_from_jagged(out[0].transpose(0, 1), offsets)

@@ -30,9 +30,6 @@ def sliding_window(window: int, causal: bool = True) -> MaskMod:
 
     Mistral 7B, arXiv 2310.06825, but its window counts the query's own key. Native sparse attention
     has this window.
-
-    Raises:
-        ValueError: window below 0.
     """
     constant("window", window)
     return sliding_mask_mod(window, causal)
@@ -43,9 +40,6 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> MaskMod:
     causal, m of `-window .. window`. A dilation of 1 gives `sliding_window`.
 
     Longformer, arXiv 2004.05150.
-
-    Raises:
-        ValueError: window below 0, dilation below 1.
     """
     step, reach = constant("dilation", dilation, 1), constant("window", window)
     window_mask = sliding_window(int(reach) * int(step), causal)
@@ -61,9 +55,6 @@ def prefix_lm(prefix_length: int) -> MaskMod:
 
     The prefix has exactly `prefix_length` keys. The common form `j <= prefix_length` has one more.
     T5, arXiv 1910.10683.
-
-    Raises:
-        ValueError: prefix_length below 0.
     """
     length = constant("prefix_length", prefix_length)
     return lambda b, h, i, j: (j < int(length)) | (j <= i)

@@ -1,10 +1,8 @@
 """Masks of the three branches: sliding window, compressed, selected.
 
-b, h    batch row, query head
-i, j    query, key: indices of the tensors, unless stated to be absolute positions
+b, h    batch row, query head              c       selection blocks
+i, j    query, key: indices of tensors     tq, tk  tiles of queries, of keys
 r       heads that select: KV heads, or query heads if each selects for itself
-c       selection blocks
-tq, tk  tiles of queries, of keys
 """
 
 from __future__ import annotations
@@ -26,15 +24,7 @@ from ..checks import (
     check_shapes,
     check_tensor,
 )
-from .tiles import (
-    TILE,
-    MaskMod,
-    cached,
-    constant,
-    default_device,
-    make_block_mask,
-    tile_bounds,
-)
+from .tiles import TILE, MaskMod, cached, constant, default_device, make_block_mask, tile_bounds
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -43,11 +33,7 @@ if TYPE_CHECKING:
 
 
 def sliding_mask_mod(window_size: int, causal: bool = True, offset: int = 0) -> MaskMod:
-    """Keys `i - w .. i`, or `i - w .. i + w` if not causal.
-
-    Raises:
-        ValueError: window_size or offset below 0.
-    """
+    """Keys `i - w .. i`, or `i - w .. i + w` if not causal."""
     max_past, first = constant("window_size", window_size), constant("offset", offset)
     max_future = "0" if check_bool("causal", causal) else max_past
 
@@ -59,11 +45,7 @@ def sliding_mask_mod(window_size: int, causal: bool = True, offset: int = 0) -> 
 
 
 def compress_mask_mod(stride: int, mem_kv_len: int = 0, offset: int = 0) -> MaskMod:
-    """First the `mem_kv_len` memory keys, then the windows that end before the query.
-
-    Raises:
-        ValueError: stride below 1, mem_kv_len or offset below 0.
-    """
+    """First the `mem_kv_len` memory keys, then the windows that end before the query."""
     step, first = constant("stride", stride, 1), constant("offset", offset)
     memory = constant("mem_kv_len", mem_kv_len)
 
@@ -83,10 +65,6 @@ def selected_mask_mod(
 ) -> MaskMod:
     """Keys of the blocks in `membership`, bool [b r i c+1] of `block_membership`; if causal, only
     keys up to the query.
-
-    Raises:
-        ValueError: membership of another dtype or shape, block_size or num_grouped_queries below 1,
-            offset below 0.
     """
     check_given(membership=membership)
     check_shapes(membership=(membership, "b r i c+1"))
@@ -116,12 +94,10 @@ def block_membership(
     """Blocks that each query reads, bool [b r i c+1], from its block indices [b r i n].
 
     A query reads its selected blocks, the first `num_initial_blocks` and, causally, the
-    `num_local_blocks` that end with its own block. Indices that are no block, such as -1, are
-    skipped. Causally no block begins after the query. With `bounds` [b i] a query reads only blocks
-    of its own document, `bounds[0] .. bounds[1] - 1`.
-
-    Mods never read the last column. It collects indices that are no block, and it keeps the axis
-    longer than 1, since torch would compile length 1 separately.
+    `num_local_blocks` that end with its own block. Causally no block begins after the query. With
+    `bounds` [b i] a query reads only blocks `bounds[0] .. bounds[1] - 1`, of its own document. Mods
+    never read the last column: it collects indices that are no block, such as -1, and keeps the
+    axis longer than 1, since torch would compile length 1 separately.
     """
     index = block_indices.long()
     index = torch.where((index >= 0) & (index < num_blocks), index, num_blocks)
@@ -221,18 +197,12 @@ def selected_block_mask(
 
 
 def create_sliding_mask(
-    seq_len: int,
-    window_size: int,
-    causal: bool = True,
-    device: torch.device | str | None = None,
+    seq_len: int, window_size: int, causal: bool = True, device: torch.device | str | None = None
 ) -> BlockMask:
     """Mask of the window branch, for `SparseAttention.forward(sliding_window_flex_mask=...)`.
 
     Query i sees keys `i - window_size .. i`, up to `i + window_size` if not causal. `device` is
     CUDA by default if available.
-
-    Raises:
-        ValueError: seq_len below 1, window_size below 0.
     """
     seq_len = check_int("seq_len", seq_len, 1)
     window_size = check_int("window_size", window_size, 0)
@@ -252,13 +222,9 @@ def create_compress_mask(
 
     Query i sees all memory, and window j if `(j + 1) * stride - 1 < i`. None if not causal, since
     all pairs are visible. `device` is CUDA by default if available.
-
-    Raises:
-        ValueError: seq_len or the stride below 1, kv_seq_len or mem_kv_len below 0.
     """
-    seq_len, stride = check_ints(
-        1, seq_len=seq_len, compress_block_sliding_stride=compress_block_sliding_stride
-    )
+    seq_len = check_int("seq_len", seq_len, 1)
+    stride = check_int("compress_block_sliding_stride", compress_block_sliding_stride, 1)
     kv_seq_len, mem_kv_len = check_ints(0, kv_seq_len=kv_seq_len, mem_kv_len=mem_kv_len)
     device = default_device(device)
     if not check_bool("causal", causal):
@@ -271,14 +237,10 @@ def create_fine_mask(
 ) -> Callable[..., BlockMask]:
     """Mask of the selected branch, for `SparseAttention.forward(fine_selection_flex_mask=...)`.
 
-    Returns:
-        `inner(selected_block_indices, num_grouped_queries=1)`. It takes the block indices
-        [b h i sel] of each query (-1 for an empty slot) and returns their block mask on the same
-        device, with `h * num_grouped_queries` heads. Causally a query always reads its own block,
-        and no key after itself.
-
-    Raises:
-        ValueError: seq_len or fine_block_size below 1, selected_block_indices of another length.
+    Returns `inner(selected_block_indices, num_grouped_queries=1)`, which maps the block indices
+    [b h i sel] of each query (-1 for an empty slot) to their block mask on the same device, with
+    `h * num_grouped_queries` heads. Causally a query always reads its own block, and no key after
+    itself.
     """
     seq_len, fine_block_size = check_ints(1, seq_len=seq_len, fine_block_size=fine_block_size)
     causal = check_bool("causal", causal)

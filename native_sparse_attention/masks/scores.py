@@ -36,9 +36,6 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
 
     `2^(-8 (h + 1) / H)` if H is a power of two. Otherwise the slopes of the next lower power P,
     then every other slope of 2 P from the first on, as in the authors' code.
-
-    Raises:
-        ValueError: num_heads below 1.
     """
     num_heads = check_int("num_heads", num_heads, 1, TOO_MANY)
     device = None if device is None else check_device("device", device)
@@ -62,9 +59,6 @@ def alibi(
 ) -> ScoreMod:
     """`score - slopes[h] * |i - j|`, by default with `alibi_slopes(num_heads)` on `device`. Slopes
     that require gradients get them.
-
-    Raises:
-        ValueError: num_heads below 1, slopes that are not num_heads floating numbers.
     """
     num_heads = check_int("num_heads", num_heads, 1, TOO_MANY)
     if slopes is None:
@@ -90,9 +84,6 @@ def relative_bias(table: Tensor) -> ScoreMod:
     Args:
         table: floating, [H, 2 m + 1], or [2 m + 1] for all heads. The first entry applies to keys
             m or more after the query.
-
-    Raises:
-        ValueError: a table of another shape or dtype.
     """
     if not is_floating(table) or table.ndim not in (1, 2) or table.shape[-1] % 2 == 0:
         raise ValueError(
@@ -114,9 +105,6 @@ def soft_cap(cap: float, approximate: bool = False) -> ScoreMod:
 
     Gemma 2, arXiv 2408.00118. `approximate=True` compiles for CUDA to the GPU's tanh instruction
     (`tanh.approx.f32`, relative error 2^-11), forward and backward.
-
-    Raises:
-        ValueError: a cap that is not positive and finite.
     """
     expected = f"a positive finite number of at least {LEAST_NORMAL:.2g}"
     # a string, as `tiles.constant` returns

@@ -130,9 +130,6 @@ def block_mask_of(
 
     It has the tiles of torch's `create_block_mask`, but holds a strip of pairs at a time, not all
     T x S. `device` is CUDA by default if available.
-
-    Raises:
-        ValueError: q_len or kv_len below 1, mask_mod not a function, device not a device.
     """
     q_len, kv_len = check_ints(1, q_len=q_len, kv_len=kv_len)
     check_callable("mask_mod", mask_mod, "(b, h, i, j)", required=True)
