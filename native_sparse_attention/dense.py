@@ -1,5 +1,6 @@
 """Dense attention in plain PyTorch, for masks that have no kernel: in chunks, under a mask that is
-cut to blocks, and with forward and backward written out, as an oracle for kernels.
+cut to blocks, and with forward and backward written out, as an oracle for kernels. Shapes, dtypes,
+devices and settings that do not match are a ValueError that names the argument.
 
     B b  batch     T i  queries    H  query heads                     D d  key width
     K k  KV heads  S j  keys       G g  query heads of one KV head    E e  value width
@@ -106,15 +107,12 @@ def chunked_attention(
 ) -> Any:  # fmt: skip
     """Softmax attention in memory O(T + S), forward and backward, under any mask.
 
-    `out_i = softmax_j(cap(q_i . k_j * scale)) v_j` over the keys j that query i sees, with
-    `cap(x) = c tanh(x / c)` for `soft_cap` c. The function visits tiles of queries and keys with a
-    running maximum and sum (Rabe and Staats, arXiv 2112.05682), and the backward visits them again:
-    a few tiles of `B * H * q_chunk_size * k_chunk_size` float32 scores are alive at a time. Chunks
-    of keys that causality or the window hides are skipped, unless `q_offset` is a tensor, since
-    that would wait for the device.
-
-    A query sees a key if `causal`, `sliding_window_size`, `segment_ids`, `mask` and `mask_mod` all
-    allow it. Query t has position `q_offset + t`; key j has position j.
+    `out_i = softmax_j(cap(q_i . k_j * scale)) v_j`, `cap(x) = c tanh(x / c)` for `soft_cap` c, over
+    the keys j that `causal`, `sliding_window_size`, `segment_ids`, `mask` and `mask_mod` all let
+    query i see. Forward and backward visit tiles of queries and keys with a running maximum and sum
+    (Rabe and Staats, arXiv 2112.05682): a few tiles of `B * H * q_chunk_size * k_chunk_size`
+    float32 scores are alive at a time. Chunks of keys that causality or the window hides are
+    skipped, unless `q_offset` is a tensor, since that would wait for the device.
 
     Args:
         q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E]. K divides H, and query head h reads KV
@@ -127,8 +125,8 @@ def chunked_attention(
         mask: bool, broadcasts to [B, H, T, S]; True is visible.
         mask_mod: `(b, h, i, j) -> bool` of index tensors that broadcast, as in flex_attention. i
             and j index q and k, regardless of `q_offset`. It is called tile by tile.
-        q_offset: position of query 0, an int or a tensor [B]. By default `S - T`: the queries are
-            the last tokens. Queries before all keys (T > S) or past them are allowed.
+        q_offset: position of query 0, an int or a tensor [B]; key j has position j. By default
+            `S - T`: the queries are the last tokens. They may lie before or past all keys.
         scale: multiplies the dot products; `D ** -0.5` by default.
         return_lse: also return the log-sum-exp of each query's logits.
 
@@ -137,9 +135,6 @@ def chunked_attention(
         float32 (float64 for float64 inputs), which has gradients too. A query that sees no key has
         output 0, log-sum-exp -inf and no gradient. Deterministic. Second derivatives work, but keep
         every tile.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or settings do not match.
     """
     refuse_transforms("chunked_attention")
     dims, q, k, v = check_qkv(q, k, v, "B T H D", "B S K D", "B S K E")
@@ -193,15 +188,12 @@ def chunked_attention(
     def key_range(first: int, last: int) -> tuple[int, int]:
         return (first - max_past, last + max_future + 1) if is_banded else (0, S)
 
-    dtype = q.dtype
     with no_autocast(q.device.type):
-        q, k, v = upcast(q, k, v)
         out, lse = attend(
-            q, k, v, Visibility(tile_mask, key_range, q_offset), scale=scale, soft_cap=soft_cap,
-            return_lse=True, chunk_sizes=(q_chunk_size, k_chunk_size),
+            *upcast(q, k, v), Visibility(tile_mask, key_range, q_offset), scale=scale,
+            soft_cap=soft_cap, return_lse=True, chunk_sizes=(q_chunk_size, k_chunk_size),
         )  # fmt: skip
-    out = out.to(dtype)
-    return (out, lse) if return_lse else out
+    return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
 
 
 # under a mask of blocks
@@ -212,9 +204,6 @@ def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:
 
     `counts[.., r, c] = sum of (mask != 0)` over the block's `block_q` rows and `block_kv` columns,
     int64 [.., ceil(q_len / block_q), ceil(kv_len / block_kv)]. The last blocks may be partial.
-
-    Raises:
-        ValueError: a mask of fewer than two axes, or a block size that is not a positive integer.
     """
     block_q, block_kv = check_ints(1, block_q=block_q, block_kv=block_kv)
     if not isinstance(mask, Tensor) or mask.ndim < 2:
@@ -235,15 +224,15 @@ def block_masked_attention(
     save_residuals: bool = False,
 ) -> Any:  # fmt: skip
     """Softmax attention under an arbitrary mask, block by block, in memory linear in the lengths
-    besides the mask. The signature is that of MaxText's `flash_attention_block_masked`.
+    besides the mask, with the signature of MaxText's `flash_attention_block_masked`.
 
-    `out_i = softmax_j(s_ij) v_j` with `s_ij = cap(q_i . k_j)` if query i sees key j, else
-    `mask_value`, over the blocks of the mask that hold a nonzero; `cap(x) = c tanh(x / c)`. All
-    other blocks are neither scored nor read. Blocks without a zero do not read the mask.
+    `out_i = softmax_j(s_ij) v_j` with `s_ij = cap(q_i . k_j)`, `cap(x) = c tanh(x / c)`, if query i
+    sees key j, else `mask_value`, over the blocks of the mask that hold a nonzero. All other blocks
+    are neither scored nor read. A query that sees no key gives 0.
 
     `mask_value` takes part in the softmax like any logit, but only in blocks that are not skipped.
     Choose it so low that `exp(mask_value - lse)` is 0 (-inf, -1e30). Then results depend on the
-    block sizes only by rounding. A query that sees no key gives 0.
+    block sizes only by rounding.
 
     Args:
         q: [batch, kv_heads, q_heads_per_kv, q_len, head_dim]. Nothing scales the dot products: pass
@@ -253,21 +242,16 @@ def block_masked_attention(
             skip blocks.
         block_kv, block_q: keys and queries of a block; the last may be partial.
         mask: [q_len, kv_len] for the whole batch, or [batch, q_len, kv_len], of any dtype; nonzero
-            is visible. A block is skipped if it is empty in the whole batch. The mask's device
-            counts the blocks and sends the counts to the host: one synchronization per call, and
-            a graph break under torch.compile.
+            is visible. A block is skipped if it is empty in the whole batch. The host waits for the
+            counts of the blocks: once per call, and a graph break under torch.compile.
         mask_value: logit of masked pairs.
         cap: c, in logits; before the mask. None for no cap.
-        save_residuals: also return the residuals.
 
     Returns:
         [batch, kv_heads, q_heads_per_kv, q_len, v_head_dim] in q's dtype, and with `save_residuals`
         also a dict of `logsumexp` (natural) and `max_logits` [batch, kv_heads, q_heads_per_kv,
         q_len], float32 (float64 for float64 inputs), both -inf for a query that sees no key.
         Gradients pass through `logsumexp`, not through `max_logits`. Deterministic.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or settings do not match.
     """
     refuse_transforms("block_masked_attention")
     dims, q, k, v = check_qkv(q, k, v, "B K G T D", "B K S D", "B K S E")
@@ -310,13 +294,8 @@ def block_masked_attention(
 def below_or_on_diag(
     r: int | Tensor, r_blk_size: int, c: int | Tensor, c_blk_size: int
 ) -> bool | Tensor:
-    """Whether block (r, c), of r_blk_size x c_blk_size, has a key that a causal query sees, on or
-    below the diagonal: `(r + 1) r_blk_size - 1 >= c c_blk_size`, the block's last row is at least
-    its first column. A bool, or a tensor of bools if r or c is a tensor.
-
-    Raises:
-        ValueError: a size is below 1.
-    """
+    """Whether block (r, c), of r_blk_size x c_blk_size, has a key that a causal query sees:
+    `(r + 1) r_blk_size - 1 >= c c_blk_size`. A bool, or a tensor of them if r or c is one."""
     r_blk_size, c_blk_size = check_ints(1, r_blk_size=r_blk_size, c_blk_size=c_blk_size)
     return (r + 1) * r_blk_size - 1 >= c * c_blk_size
 
@@ -349,9 +328,8 @@ def masked_logits(
     q: Tensor, k: Tensor, ab: Tensor | None, visible: Tensor, mask_value: float, scale: float
 ) -> Tensor:
     """[b h i j]"""
-    s = torch.matmul(q, k.mT)
-    s = (s if ab is None else s + ab) * scale
-    return s.masked_fill(~visible, mask_value)
+    s = torch.matmul(q, k.mT) if ab is None else torch.matmul(q, k.mT) + ab
+    return (s * scale).masked_fill(~visible, mask_value)
 
 
 def mha_forward(
@@ -419,11 +397,8 @@ def mha_reference(
     """Dense softmax attention with the backward `mha_reference_bwd`.
 
     `o_i = softmax_j(s_ij) v_j` with `s_ij = (q_i . k_j + ab_ij) softmax_scale` if query i sees key
-    j, else `mask_value`. `softmax_scale` multiplies the bias too and is 1 by default. For usual
-    attention pass `softmax_scale = D ** -0.5` and the bias divided by it.
-
-    A query that sees no key gives 0. (A softmax over its mask values would give the mean of hidden
-    values.)
+    j, else `mask_value`. `softmax_scale` is 1 by default: for usual attention pass `D ** -0.5` and
+    the bias divided by it. A query that sees no key gives 0, not the mean of hidden values.
 
     Args:
         q, k, v: [B, H, T, D], [B, H, S, D] and [B, H, S, E].
@@ -435,9 +410,6 @@ def mha_reference(
 
     Returns:
         [B, H, T, E]. Logits and softmax are float32 or better, without autocast. Deterministic.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or settings do not match.
     """
     refuse_transforms("mha_reference")
     settings = check_call(q, k, v, ab, segment_ids, causal, mask_value, softmax_scale)
@@ -483,9 +455,6 @@ def mha_reference_bwd(
 
     Returns:
         (dq, dk, dv, dab), each with the shape and dtype of its tensor; dab is None if ab is None.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or settings do not match.
     """
     settings = check_call(q, k, v, ab, segment_ids, causal, mask_value, softmax_scale)
     check_given(o=o, l=l, m=m, do=do)
