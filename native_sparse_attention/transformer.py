@@ -57,10 +57,8 @@ NO_LABEL = -100
 
 
 class Attention(Started):
-    """Dense attention, called as SparseAttention: grouped queries, rotary embedding, cache.
-
-    State-dict names are those of the published package's dense attention.
-    """
+    """Dense attention, called as SparseAttention: grouped queries, rotary embedding, cache. Its
+    state-dict names are those of the published package."""
 
     def __init__(
         self, dim: int, dim_head: int = 64, heads: int = 8, causal: bool = True,
@@ -94,8 +92,7 @@ class Attention(Started):
         lengths: Sequence[int] | Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """[b, n, dim] -> [b, n, dim]. Arguments as SparseAttention's; without `documents` with a
-        cache."""
+        """[b, n, dim] -> [b, n, dim]. Arguments as SparseAttention's; `documents` or a cache."""
         check_input(x, self.dim, self.to_q, "x")
         cache = check_cache(cache, False, lengths, self.causal)
         if cache is not None and torch.compiler.is_compiling() and not cache.is_fixed:
@@ -103,10 +100,10 @@ class Attention(Started):
 
             return call_uncompiled(self.forward, x, cache, lengths=lengths)
         tokens: Any = None if cache is None else cache.new_tokens(x, lengths)
-        normed = self.norm(x if tokens is None else tokens.zero_padding(x))
+        x = self.norm(x if tokens is None else tokens.zero_padding(x))
         q, k, v = (
-            rearrange(to(normed), "b n (h d) -> b h n d", d=self.dim_head)
-            for to in (self.to_q, self.to_k, self.to_v)
+            rearrange(project(x), "b n (h d) -> b h n d", d=self.dim_head)
+            for project in (self.to_q, self.to_k, self.to_v)
         )
         start = 0 if tokens is None else tokens.start
         positions = None if documents is None else documents.positions()
@@ -151,9 +148,8 @@ def FeedForward(dim: int, expansion_factor: float = 4.0) -> nn.Sequential:
 
 
 class Transformer(Started):
-    """A decoder-only (or, with `causal=False`, bidirectional) language model.
-
-    State-dict names are those of the published package's Transformer.
+    """A decoder-only (or, with `causal=False`, bidirectional) language model, with the state-dict
+    names of the published package's Transformer.
 
     Args:
         num_tokens: size of the vocabulary.
@@ -173,8 +169,7 @@ class Transformer(Started):
             attend to initial and local ones; -1 is the last.
         rotary_emb, rope_theta, inv_freq: as in SparseAttention, for sparse and dense layers.
 
-    Raises:
-        ValueError: arguments out of range, or incompatible arguments.
+    An argument out of range, or ids or a cache that do not match, are a ValueError.
     """
 
     def __init__(
@@ -304,9 +299,6 @@ class Transformer(Started):
             ranking_queries: with importance="index", also return the mean ranking loss of the
                 layers, each for so many queries that `generator` draws, as SparseAttention gives
                 it with `ranking_weights`. Excludes a cache.
-
-        Raises:
-            ValueError: ids or a cache that do not match.
         """
         check_bools(
             return_loss=return_loss, disable_flex=disable_flex,
@@ -322,27 +314,33 @@ class Transformer(Started):
         )  # fmt: skip
         if return_loss and ids.shape[1] < 2:
             raise ValueError(f"ids must have at least 2 tokens for a loss, got {ids.shape[1]}")
+        if cache is None and return_cache:
+            cache = self.new_cache()
+        kwargs: dict[str, Any] = {"lengths": lengths}
+        if self.use_sparse_attn:
+            kwargs["disable_triton_kernel"] = disable_triton_kernel
         if layout is not None:
             ids = layout.spread(ids)
         if return_loss and layout is not None:
             labels = next_ids(ids, layout)
         elif return_loss:
             ids, labels = ids[:, :-1], ids[:, 1:]
-        if cache is None and return_cache:
-            cache = self.new_cache()
-
-        kwargs: dict[str, Any] = {"lengths": lengths}
-        if self.use_sparse_attn:
-            kwargs["disable_triton_kernel"] = disable_triton_kernel
         if layout is not None and cache is None:
             kwargs["documents"] = layout.documents
         elif cache is None and not disable_flex:
             kwargs |= self.flex_masks(ids.shape[1], ids.device)
-        queries: list[Tensor | None] = [None] * len(blocks)
+        queries: dict[int, Tensor] = {}
         if ranking_queries is not None:
             if cache is not None:
                 raise ValueError("ranking_queries must be None with a cache")
-            queries = self.draw_queries(ranking_queries, ids, layout, generator)
+            # drawn once: activation checkpointing runs a layer twice
+            n = ids.shape[1] if layout is None else layout.target.shape[1]
+            for index, (attn, _) in enumerate(blocks):
+                if getattr(attn, "to_index", None) is not None:
+                    i = sampled(ranking_queries, n, generator, ids.device)
+                    queries[index] = i if layout is None else layout.target[:, i]
+            if not queries:
+                raise ValueError("ranking_queries goes with layers of importance='index'")
         losses: list[Tensor] = []
 
         x = self.token_emb(ids)
@@ -351,7 +349,7 @@ class Transformer(Started):
             run = partial(checkpoint, use_reentrant=False)
         for index, (attn, ff) in enumerate(blocks):
             call = kwargs if cache is None else {**kwargs, "cache": cache[index]}
-            if queries[index] is not None:
+            if index in queries:
                 ranking = dict(ranking_queries=queries[index], ranking_weights=ranking_weights)
                 out, loss = run(attn, x, **call, **ranking)
                 losses.append(loss)
@@ -370,34 +368,15 @@ class Transformer(Started):
             return out, torch.stack(losses).mean()
         return (out, cache) if return_cache else out
 
-    def draw_queries(
-        self, m: int, ids: Tensor, layout: Layout | None, generator: torch.Generator | None
-    ) -> list[Tensor | None]:
-        """Positions of the queries of each layer's ranking loss, None for a layer that ranks
-        nothing, drawn once: activation checkpointing runs a layer twice. In a layout they are those
-        of the caller's entries, [b m]."""
-        blocks: list[Any] = list(self.layers)
-        learns = [getattr(attn, "to_index", None) is not None for attn, _ in blocks]
-        if not any(learns):
-            raise ValueError("ranking_queries goes with layers of importance='index'")
-        n = ids.shape[1] if layout is None else layout.target.shape[1]
-        drawn = [
-            sampled(m, n, generator, ids.device) if needs_draw else None for needs_draw in learns
-        ]
-        return [i if i is None or layout is None else layout.target[:, i] for i in drawn]
-
-    def flex_masks(self, seq_len: int, device: torch.device) -> dict[str, Any]:
-        masks: dict[str, Any] = {}
-        layer: Any = self.layers[0]
-        attn = layer[0]
+    def flex_masks(self, n: int, device: torch.device) -> dict[str, Any]:
+        blocks: Any = self.layers
+        attn, masks = blocks[0][0], {}
         if self.use_flex_sliding_window:
-            masks["sliding_window_flex_mask"] = create_sliding_mask(
-                seq_len, attn.sliding_window_size, causal=self.causal, device=device
-            )
+            mask = create_sliding_mask(n, attn.sliding_window_size, self.causal, device)
+            masks["sliding_window_flex_mask"] = mask
         if self.use_flex_fine_selection:
-            masks["fine_selection_flex_mask"] = create_fine_mask(
-                seq_len, attn.selection_block_size, causal=self.causal
-            )
+            mask = create_fine_mask(n, attn.selection_block_size, self.causal)
+            masks["fine_selection_flex_mask"] = mask
         return masks
 
     # sampling
