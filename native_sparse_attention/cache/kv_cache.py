@@ -170,16 +170,13 @@ FIRST_GRAPH = 1024
 
 @torch.library.custom_op("native_sparse_attention::places", mutates_args=())
 def checked_starts(lengths: Tensor, counts: Tensor | None, new: int, max_length: int) -> Tensor:
-    """The lengths in int64, after a check that `counts` of `new` more tokens fit.
-
-    A GPU checks with a device-side assertion, for which the host does not wait.
-    """
+    """The lengths in int64, after a check that `counts` of `new` more tokens fit. A GPU checks with
+    a device-side assertion, for which the host does not wait."""
     if lengths.is_cuda:
         with torch.cuda.device_of(lengths):
             return kernels().starts(lengths, counts, new, max_length)
     if lengths.device.type == "cpu":
-        numbers = new_token_counts(len(lengths), new, counts)
-        check_capacity(max_length, lengths.tolist(), numbers)
+        new_token_counts(lengths.tolist(), new, counts, max_length)
     return lengths.to(torch.int64, copy=True)
 
 
@@ -189,11 +186,7 @@ def _(lengths, counts, new, max_length):
 
 
 def device_counts(lengths: Any, batch: int, device: torch.device) -> Tensor | None:
-    """`lengths` of a compiled call as a tensor [b] on the device.
-
-    Raises:
-        ValueError: lengths that are not integers [b].
-    """
+    """`lengths` of a compiled call as a tensor [b] on the device."""
     if lengths is None:
         return None
     counts: Tensor = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths)
@@ -207,26 +200,24 @@ def device_counts(lengths: Any, batch: int, device: torch.device) -> Tensor | No
 # checks
 
 
-def new_token_counts(batch: int, new: int, lengths: Sequence[int] | Tensor | None) -> list[int]:
-    """How many of `new` tokens each sequence takes: all of them, or `lengths`."""
-    if lengths is None:
-        return [new] * batch
-    counts = integers("lengths", lengths)
+def new_token_counts(
+    starts: list[int], new: int, lengths: Sequence[int] | Tensor | None, max_length: int | None
+) -> list[int]:
+    """How many of `new` tokens each sequence takes, all of them or `lengths`, after `starts` that
+    it holds of at most `max_length`."""
+    batch = len(starts)
+    counts = [new] * batch if lengths is None else integers("lengths", lengths)
     if len(counts) != batch or any(n < 0 or n > new for n in counts):
         raise ValueError(
             f"lengths must be {batch} integers between 0 and {new} (the new tokens), got {counts}"
         )
-    return counts
-
-
-def check_capacity(max_length: int | None, starts: list[int], counts: list[int]) -> None:
-    """Raise if the new tokens exceed `max_length`."""
     for row, (held, count) in enumerate(zip(starts, counts, strict=True)):
         if max_length is not None and held + count > max_length:
             raise ValueError(
                 f"cache is full: row {row} holds {held} of max_length={max_length} tokens, "
                 f"{count} more were given"
             )
+    return counts
 
 
 def check_entries(
@@ -272,13 +263,11 @@ def sequence_indices(rows: Sequence[int] | Tensor, batch: int) -> list[int]:
 # storage
 
 
-def allocate_zeros(like: Tensor, batch: int, size: int) -> Tensor:
-    """Zeroed storage [batch h size d] for entries like `like`.
-
-    It is allocated outside inference mode: later writes outside inference mode must be allowed.
-    """
+def allocate_zeros(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros like `like`, allocated outside inference mode: later writes outside of it must be
+    allowed."""
     with torch.inference_mode(False):
-        return like.new_zeros(batch, like.shape[1], size, like.shape[3])
+        return like.new_zeros(shape, dtype=dtype)
 
 
 def select_sequences(t: Tensor, index: list[int]) -> Tensor:
@@ -293,22 +282,14 @@ def select_sequences(t: Tensor, index: list[int]) -> Tensor:
 
 
 class Identity:
-    """The identity of one attention layer, by which a cache knows it.
-
-    A deepcopied or unpickled layer gets a new identity, because its weights may change
-    independently. A module that wraps a layer shares the layer's identity.
-    """
+    """The identity of one attention layer, by which a cache knows it. A deepcopied or unpickled
+    layer gets a new one, because its weights may change independently; a wrapper shares it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Identity:
         return Identity()
 
     def __reduce__(self) -> Any:
         return Identity, ()
-
-
-def capacity_of(entries: int) -> int:
-    """Entries of a storage that grows: few copies, and little memory that nothing uses."""
-    return entries + entries // 8 if entries > 1024 else 1 << max(0, entries - 1).bit_length()
 
 
 class KVCache:
@@ -339,9 +320,6 @@ class KVCache:
         is_new: whether the host knows that all sequences are empty, also in a compiled graph.
         least_length: each sequence holds at least so many tokens: the layer's `dense_length`, or 0.
             Compiled steps, which do not know the lengths, only add tokens.
-
-    Raises:
-        ValueError: a size that is not an integer of at least 1 (rollback: 0).
     """
 
     page_size: int | None = None
@@ -426,9 +404,7 @@ class KVCache:
             # drop the storage of a first call that raised
             self._streams, self._tail = {}, {}
         self._check_batch(batch)
-        counts = new_token_counts(batch, new, lengths)
-        check_capacity(self.max_length, self.starts(batch), counts)
-        return counts
+        return new_token_counts(self.starts(batch), new, lengths, self.max_length)
 
     def new_tokens(self, inp: Tensor, lengths: Sequence[int] | Tensor | None) -> NewTokens:
         """The positions of the tokens [b n ..] that the sequences take, all or `lengths` of each.
@@ -454,8 +430,7 @@ class KVCache:
         self._check_batch(b)
         real = device_counts(lengths, b, device)
         if "lengths" not in self._known:
-            with torch.inference_mode(False):
-                self._known["lengths"] = torch.zeros(b, dtype=torch.int32, device=device)
+            self._known["lengths"] = allocate_zeros(inp, b, dtype=torch.int32)
         # the first tokens of all sequences have a graph of their own, if they are many: at
         # positions that the device alone knows, the fastest kernels do not run. An exported program
         # is for any lengths
@@ -490,10 +465,8 @@ class KVCache:
         self.least_length = least_length if min(self.lengths, default=0) >= least_length else 0
 
     def lengths_on(self, device: torch.device | str) -> Tensor:
-        """Lengths of the sequences on a device, int32 [b].
-
-        The tensor stays the same while the batch size does not change. Every method but `count`
-        keeps it up to date with `lengths`.
+        """Lengths of the sequences on a device, int32 [b]: the same tensor while the batch size
+        does not change. Every method but `count` keeps it up to date with `lengths`.
 
         Raises:
             ValueError: the cache is on another device, or its batch size is unknown.
@@ -511,17 +484,14 @@ class KVCache:
         return self._known["lengths"]
 
     def workspace(self, device: torch.device | str, *size: int) -> Tensor:
-        """int32 zeros [b, *size] on a device, for kernels that reset what they write to zero.
-
-        Outside of compiled graphs the tensor stays the same while the batch size does not change.
-        """
+        """int32 zeros [b, *size] on a device, for kernels that reset what they write to zero; the
+        same tensor outside of compiled graphs while the batch size does not change."""
         lengths = self.lengths_on(device)
         if torch.compiler.is_compiling():
             return lengths.new_zeros(len(lengths), *size)
         held = self._known.get("workspace")
         if held is None or held.shape != (len(lengths), *size):
-            with torch.inference_mode(False):
-                held = self._known["workspace"] = lengths.new_zeros(len(lengths), *size)
+            held = self._known["workspace"] = allocate_zeros(lengths, len(lengths), *size)
         return held
 
     def starts(self, batch: int) -> list[int]:
@@ -555,17 +525,10 @@ class KVCache:
     # the layer
 
     def bind(self, layer: Identity, geometry: dict[str, Any], new: dict[str, Tensor]) -> None:
-        """Bind the cache to the layer that is about to append entries like `new`.
-
-        Raises:
-            ValueError: the cache holds tokens of another layer or of another geometry.
-        """
-        held = self._streams
-        fits = all(
-            t.dtype == held[name].dtype and t.device == held[name].device
-            for name, t in new.items()
-            if name in held
-        )
+        """Bind the cache to the layer that is about to append entries like `new`. Raises a
+        ValueError if it holds tokens of another layer or another geometry."""
+        held = [(self._streams[name], t) for name, t in new.items() if name in self._streams]
+        fits = all(a.dtype == b.dtype and a.device == b.device for a, b in held)
         if fits and self._layer is layer and geometry == self._geometry:
             return
         if any(self.lengths):
@@ -579,11 +542,7 @@ class KVCache:
         self._layer, self._geometry = layer, dict(geometry)
 
     def check_layer(self, layer: Identity, geometry: dict[str, Any]) -> None:
-        """Check that a layer may use the cache.
-
-        Raises:
-            ValueError: the cache holds tokens of another layer or of another geometry.
-        """
+        """Raise a ValueError if the cache holds tokens of another layer or another geometry."""
         is_bound = self._layer is layer and geometry == self._geometry
         if is_bound or not any(self.lengths):  # a compiled step reads no lengths
             return
@@ -606,13 +565,12 @@ class KVCache:
         self, new: dict[str, Tensor], tokens: NewTokens, every: int = 1, saved: bool = False
     ) -> dict[str, Tensor]:
         """Write the entries [b h n d] that new tokens complete, each of `every` tokens, to their
-        streams, and return what attention reads.
+        streams, and return what attention reads: each stream [b h n d] up to its last entry, with
+        zeros past the end of each sequence, or for the decode kernels the storage itself.
 
-        That is each stream [b h n d] up to its last entry, with zeros past the end of each
-        sequence: a view of the storage if all sequences have the same length. For gradients of the
-        new entries they are written to a copy of it, too. `saved`: always return a copy, because
-        autograd saves the result for the backward and later calls overwrite the storage. The decode
-        kernels read the storage itself.
+        It is a view of the storage if all sequences have the same length. For gradients of the new
+        entries they are written to a copy of it, too. `saved`: always return a copy, because
+        autograd saves the result for the backward and later calls overwrite the storage.
         """
         stores = self._allocate(new, tokens.ends(every), every)
         self._write(stores, new, tokens, every)
@@ -673,8 +631,8 @@ class KVCache:
         self, stores: dict[str, Tensor], new: dict[str, Tensor], tokens: NewTokens, every: int = 1,
         is_ring: bool = False,
     ) -> None:  # fmt: skip
-        """Write new entries to streams or tails. For the decode kernels a kernel writes them, which
-        reads the lengths on the device."""
+        """Write new entries to streams or tails, for the decode kernels by a kernel, which reads
+        the lengths on the device."""
         page_table = None if is_ring else self.page_table
         if tokens.decoded and tokens.host is not None:
             for names in pairs(new):
@@ -699,7 +657,8 @@ class KVCache:
         for name, entries in new.items():
             check_entries(self._tail, {name: entries}, self.batch or len(entries), self.device)
             if name not in self._tail:
-                self._tail[name] = allocate_zeros(entries, len(entries), size)
+                shape = (*entries.shape[:2], size, entries.shape[3])
+                self._tail[name] = allocate_zeros(entries, *shape)
             if (held := self._tail[name].shape[2]) != size:
                 raise ValueError(
                     f"cache keeps the last {held} of {name}, not {size}: is it another layer's?"
@@ -717,10 +676,8 @@ class KVCache:
         per_sequence: Any = lengths
         batch, one = len(self.lengths), as_int(lengths)
         requested = integers("lengths", per_sequence) if one is None else [one] * batch
-        if len(requested) != batch:
-            raise ValueError(
-                f"lengths must be one integer or {batch} of them, got {len(requested)}"
-            )
+        if (count := len(requested)) != batch:
+            raise ValueError(f"lengths must be one integer or {batch} of them, got {count}")
         for row, new in enumerate(requested):
             held, reached = self.lengths[row], self._reached[row]
             if not 0 <= new <= held:
@@ -736,25 +693,15 @@ class KVCache:
         self._update_device_lengths()
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
-        """Empty all sequences, or the sequences with indices `rows`, for new sequences.
-
-        The storage stays allocated.
-
-        Raises:
-            ValueError: an index that is out of range.
-        """
+        """Empty all sequences, or those with indices `rows`, for new ones. The storage stays
+        allocated."""
         batch = len(self.lengths)
         emptied = range(batch) if rows is None else sequence_indices(rows, batch)
         self.truncate([0 if row in emptied else n for row, n in enumerate(self.lengths)])
 
     def reorder(self, rows: Sequence[int] | Tensor) -> None:
-        """Replace each sequence b by a copy of sequence `rows[b]`, as beam search does.
-
-        The batch size becomes `len(rows)`.
-
-        Raises:
-            ValueError: an index that is out of range.
-        """
+        """Replace each sequence b by a copy of sequence `rows[b]`, as beam search does. The batch
+        size becomes `len(rows)`."""
         index = sequence_indices(rows, len(self.lengths))
         with torch.inference_mode(False), torch.no_grad():
             self._reorder_streams(index)
@@ -817,8 +764,11 @@ class KVCache:
         store = self._streams.get(name)
         if store is not None and end <= store.shape[2]:
             return store
-        size = capacity_of(end) if self.max_length is None else self.max_length // every
-        grown = allocate_zeros(like, len(like), size)
+        if self.max_length is not None:
+            size = self.max_length // every
+        else:  # few copies, and little memory that nothing uses
+            size = end + end // 8 if end > 1024 else 1 << max(0, end - 1).bit_length()
+        grown = allocate_zeros(like, *like.shape[:2], size, like.shape[3])
         if store is not None:
             grown[:, :, : store.shape[2]] = store
         return grown
@@ -838,8 +788,8 @@ def check_cache(
     causal: bool,
     alignment: int = 1,
 ) -> KVCache | None:
-    """Check the cache of a layer's call; `return_cache` without a cache makes a new one. Pages must
-    hold a multiple of `alignment` tokens, that is whole blocks and windows."""
+    """Check the cache of a layer's call; `return_cache` without a cache makes a new one. Pages hold
+    a multiple of `alignment` tokens: whole blocks and windows."""
     if cache is not None and not isinstance(cache, KVCache):
         raise ValueError(f"cache must be a KVCache, got {type(cache).__name__}")
     if (return_cache or cache is not None) and not causal:
@@ -866,14 +816,11 @@ def check_caches(
             raise ValueError(f"{name} must be None with return_loss=True, got {describe(value)}")
     if caches is None:
         return
-    if not isinstance(caches, (list, tuple)):
+    is_list = isinstance(caches, (list, tuple))
+    if not is_list or len(caches) != len(layers):
         raise ValueError(
             f"cache must be a list of one KVCache for each of {len(layers)} layers, as new_cache "
-            f"makes it, got {describe(caches)}"
-        )
-    if len(caches) != len(layers):
-        raise ValueError(
-            f"cache must hold one KVCache for each of {len(layers)} layers, got {len(caches)}"
+            f"makes it, got {f'{len(caches)} of them' if is_list else describe(caches)}"
         )
     if len(set(map(id, caches))) != len(caches):
         raise ValueError("cache must hold a KVCache for each layer, got one of them twice")

@@ -26,22 +26,16 @@ class PagedKVCache(KVCache):
     """A KVCache in pages. Memory follows the tokens held, not batch times `max_length`.
 
     A sequence takes pages from the pool as it grows, and returns them when it is truncated or
-    reset. The storage of a stream is [num_pages h page_size//every d], allocated on first use; the
-    tails are stored per sequence. Layers read the streams as gathered copies. Sequences do not
-    share pages: after `reorder`, the first copy of a sequence owns its pages and the other copies
-    get new ones. Entries of `page_table` past a sequence's pages are 0; a kernel must neither read
-    nor write through them.
+    reset. The storage of a stream is [num_pages h page_size//every d]; tails are stored per
+    sequence. Layers read the streams as gathered copies. Sequences do not share pages: after
+    `reorder`, the first copy of a sequence owns its pages and the others get new ones. Entries of
+    `page_table` past a sequence's pages are 0; a kernel must neither read nor write through them.
 
     Args:
         page_size: tokens per page, a multiple of the layer's selection_block_size and
             compress_block_sliding_stride.
         num_pages: pages in the pool.
-        batch: number of sequences.
-        max_length: the most tokens of a sequence.
-        rollback: number of tokens that `truncate` can always remove; see KVCache.
-
-    Raises:
-        ValueError: a size that is not an integer of at least 1 (rollback: 0).
+        batch, max_length, rollback: see KVCache.
     """
 
     page_size: int
@@ -120,19 +114,14 @@ class PagedKVCache(KVCache):
             rows, columns, numbers = torch.tensor(changes).T.to(table.device, non_blocking=True)
             table[rows, columns] = numbers.to(table.dtype)
 
-    def _allocate_page_table(self, batch: int, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            self._known["page_table"] = torch.zeros(
-                batch, self._width, dtype=torch.int32, device=device
-            )
-
     # storage
 
     def _allocate(self, new: dict[str, Tensor], ends: list[int], every: int) -> dict[str, Tensor]:
         needed = self._pages_needed([end * every for end in ends])
         stores = super()._allocate(new, ends, every)
         if "page_table" not in self._known:
-            self._allocate_page_table(len(ends), next(iter(new.values())).device)
+            like, shape = next(iter(new.values())), (len(ends), self._width)
+            self._known["page_table"] = allocate_zeros(like, *shape, dtype=torch.int32)
         if any(needed):
             self._assign(
                 [
@@ -148,7 +137,7 @@ class PagedKVCache(KVCache):
             raise ValueError(f"page_size must be a multiple of every={every}, got {self.page_size}")
         store = self._streams.get(name)
         if store is None:
-            return allocate_zeros(like, self.num_pages, slots)
+            return allocate_zeros(like, self.num_pages, like.shape[1], slots, like.shape[3])
         if store.shape[2] != slots:
             raise ValueError(
                 f"cache holds {store.shape[2]} entries of {name} a page, not {slots}: is it "
@@ -190,5 +179,6 @@ class PagedKVCache(KVCache):
         if len(index) != len(self._pages):
             self._pages = [[] for _ in index]
             if self.page_table is not None:
-                self._allocate_page_table(len(index), self.page_table.device)
+                table = allocate_zeros(self.page_table, len(index), self._width)
+                self._known["page_table"] = table
         self._assign(pages)

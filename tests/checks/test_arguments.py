@@ -345,7 +345,7 @@ REFUSED = {
         "ids must have at least 2 tokens": dict(
             ids=torch.zeros(2, 1, dtype=torch.long), return_loss=True
         ),
-        "cache must hold one KVCache for each of 1": dict(cache=[]),
+        "as new_cache makes it, got 0 of them": dict(cache=[]),
         "lengths goes with a cache": dict(lengths=[1, 2]),
         "ranking_queries goes with layers of importance='index'": dict(ranking_queries=3),
     },
