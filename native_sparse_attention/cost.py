@@ -21,9 +21,8 @@ class Cost:
 
     Args:
         parameters: number of learned values.
-        flops: operations of one forward, 2 per multiply-add: the projections, the gate, the
-            compression networks and the attention. A forward and backward take about three times
-            as many. Norms, softmaxes, rotary embedding and pooling by sums are not counted.
+        flops: operations of one forward, 2 per multiply-add, without norms, softmaxes, rotary
+            embedding and pooling by sums. A forward and backward take about three times as many.
         attention_flops: operations in products of queries with keys, of probabilities with values,
             and in the ranking; `flops` includes them.
         cache_bytes: keys, values and their summaries in a `KVCache` of T tokens, without the tails
@@ -89,7 +88,8 @@ def nsa_cost(
     dtype: torch.dtype = torch.bfloat16,
     compress_mlp: Module | None = None,
 ) -> Costs:
-    """Count the costs of a `SparseAttention` with these settings, and of dense attention.
+    """Count the costs of a `SparseAttention` with these settings, and of dense attention, over
+    `batch` sequences of `T` tokens.
 
     Query i of a head multiplies `4 D` numbers for each key that it sees: `i // d` windows and m
     memory slots, the tokens of its selected, initial and local blocks, and `min(i, w) + 1` of the
@@ -98,9 +98,6 @@ def nsa_cost(
     i sees `i + 1` keys.
 
     Args:
-        config: the settings of the layer.
-        T: tokens of a sequence.
-        batch: sequences.
         dtype: dtype of weights, activations and cache.
         compress_mlp: the compression network, the layer's own by default. It must run on meta
             tensors.
@@ -120,20 +117,12 @@ def nsa_cost(
     d, l, size = config.d, config.compress_block_size, dtype.itemsize
     i = torch.arange(T)
     num_kv = len(config.branches) if config.branch_kv == "independent" else 1
-    networks = [net for net in (layer.k_compress, layer.v_compress) if net is not None]
-    networks = [] if layer.ranks_by_tokens() else networks
+    networks = [] if layer.ranks_by_tokens() else [layer.k_compress, layer.v_compress]
+    networks = [net for net in networks if net is not None]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         windows = blocks.num_windows(T, d, causal=config.causal)
         for network in networks:
             network(torch.empty(batch, K, windows, l, D, dtype=dtype, device="meta"))
-
-    def cost(
-        parameters: int, weights: int, networks: int, attention: int, cache: int, read: int
-    ) -> Cost:
-        """The cost of projections by `weights`; `cache` and `read` are bytes of a causal layer."""
-        flops = 2 * batch * T * weights + networks + attention
-        memory = (cache, parameters * size + read) if config.causal else (0, 0)
-        return Cost(parameters, flops, attention, *memory)
 
     attention = 4 * D * H * batch * int(keys_read(i, T, config).sum())
     # width of the queries and keys that rank, and bytes of a cached key
@@ -158,8 +147,9 @@ def nsa_cost(
         read -= config.num_compressed_mem_kv * entry
     elif networks:
         read += T // d * ranking_entry
-    flops = counter.get_total_flops()
-    sparse = cost(parameters, weights, flops, attention, cache, batch * read)
+    flops = 2 * batch * T * weights + counter.get_total_flops() + attention
+    memory = (cache, parameters * size + batch * read) if config.causal else (0, 0)
+    sparse = Cost(parameters, flops, attention, *memory)
 
     weights = config.dim * (2 * H + 2 * K) * D
     parameters = weights + sum(p.numel() for p in layer.norm.parameters())
@@ -167,5 +157,6 @@ def nsa_cost(
     parameters += 2 * D * config.qk_norm
     attention = 4 * D * H * batch * (T * (T + 1) // 2 if config.causal else T * T)
     cache = batch * T * entry
-    dense = cost(parameters, weights, 0, attention, cache, cache + batch * entry)
+    memory = (cache, parameters * size + cache + batch * entry) if config.causal else (0, 0)
+    dense = Cost(parameters, 2 * batch * T * weights + attention, attention, *memory)
     return Costs(sparse, dense)
