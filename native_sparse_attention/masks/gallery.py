@@ -28,8 +28,7 @@ def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 def sliding_window(window: int, causal: bool = True) -> MaskMod:
     """`i - window <= j <= i`, that is `window + 1` keys; up to `i + window` if not causal.
 
-    Mistral 7B, arXiv 2310.06825, but its window counts the query's own key. Native sparse attention
-    has this window.
+    As in native sparse attention; that of Mistral 7B, arXiv 2310.06825, counts the query's own key.
     """
     constant("window", window)
     return sliding_mask_mod(window, causal)
@@ -53,8 +52,7 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> MaskMod:
 def prefix_lm(prefix_length: int) -> MaskMod:
     """`j < prefix_length` or `j <= i`: all queries see the prefix; the rest is causal.
 
-    The prefix has exactly `prefix_length` keys. The common form `j <= prefix_length` has one more.
-    T5, arXiv 1910.10683.
+    T5, arXiv 1910.10683. The common form `j <= prefix_length` has one key more than its length.
     """
     length = constant("prefix_length", prefix_length)
     return lambda b, h, i, j: (j < int(length)) | (j <= i)
@@ -71,9 +69,6 @@ def document(
         offsets: in place of ids, begins of documents and the end of the last one,
             [documents + 1] (`cu_seqlens`): `[0, 3, 5]` are documents of 3 and 2 tokens. A document
             may be empty.
-
-    Raises:
-        ValueError: both or neither are given, or one is malformed.
     """
     causal = check_bool("causal", causal)
     check_one_of(document_ids=document_ids, offsets=offsets)
@@ -97,11 +92,8 @@ def sasa(
     """`|y_i - y_j| <= kernel_height // 2` and `|x_i - x_j| <= kernel_width // 2`: a window around
     each pixel. The border of the canvas cuts the window, so pixels there see fewer pixels.
 
-    Stand-alone self-attention, arXiv 1906.05909. `kernel_width` is `kernel_height` by default. The
-    kernel may be larger than the canvas.
-
-    Raises:
-        ValueError: a canvas below 1 x 1, an even kernel.
+    Stand-alone self-attention, arXiv 1906.05909. The kernel has odd sides, `kernel_width` is
+    `kernel_height` by default, and may be larger than the canvas.
     """
     return pixel_window(canvas_height, canvas_width, kernel_height, kernel_width, is_moved=False)
 
@@ -113,11 +105,8 @@ def natten(
     moves inside the canvas, so every pixel sees equally many pixels.
 
     `|c_y - y_j| <= kernel_height // 2` with `c_y` the query's row, clamped to at least that far
-    from top and bottom; columns likewise. Neighborhood attention, arXiv 2204.07143. `kernel_width`
-    is `kernel_height` by default.
-
-    Raises:
-        ValueError: a canvas below 1 x 1, a kernel that is even or larger than the canvas.
+    from top and bottom; columns likewise. Neighborhood attention, arXiv 2204.07143. The kernel has
+    odd sides, `kernel_width` is `kernel_height` by default, and is at most as large as the canvas.
     """
     return pixel_window(canvas_height, canvas_width, kernel_height, kernel_width, is_moved=True)
 
@@ -167,9 +156,6 @@ def flamingo(
         image_token_length: in place of `image_ids`, the number of keys per image: `j // length`.
 
     Flamingo, arXiv 2204.14198.
-
-    Raises:
-        ValueError: both or neither of the two are given, or an argument is malformed.
     """
     check_integers("intervals", intervals, 2)
     if intervals.shape[1] != 2 or len(intervals) == 0:

@@ -119,11 +119,9 @@ def block_membership(
 
 def range_block_mask(lo: Tensor, hi: Tensor, kv_len: int, memory: int = 0) -> BlockMask:
     """Block mask for queries that see the first `memory` keys and one KV range after them, keys
-    `memory + lo .. memory + hi - 1`, [b i] each, or [1 i] for all rows of a batch.
-
-    Neither bound may decrease along i, and ranges of neighbours must overlap or adjoin. Then the
-    first and the last query of a tile determine the tile.
-    """
+    `memory + lo .. memory + hi - 1`, [b i] each, or [1 i] for all rows of a batch. Neither bound
+    may decrease along i, and ranges of neighbours must overlap or adjoin: the first and the last
+    query of a tile determine the tile."""
     lo, hi = (memory + lo).contiguous(), (memory + hi).contiguous()
     q_len, device, is_batched = lo.shape[1], lo.device, len(lo) > 1
     num_memory = torch.full((), memory, device=device)
@@ -199,11 +197,9 @@ def selected_block_mask(
 def create_sliding_mask(
     seq_len: int, window_size: int, causal: bool = True, device: torch.device | str | None = None
 ) -> BlockMask:
-    """Mask of the window branch, for `SparseAttention.forward(sliding_window_flex_mask=...)`.
-
-    Query i sees keys `i - window_size .. i`, up to `i + window_size` if not causal. `device` is
-    CUDA by default if available.
-    """
+    """Mask of the window branch, for `SparseAttention.forward(sliding_window_flex_mask=...)`: keys
+    `i - window_size .. i`, up to `i + window_size` if not causal. `device` is CUDA by default if
+    available."""
     seq_len = check_int("seq_len", seq_len, 1)
     window_size = check_int("window_size", window_size, 0)
     causal = check_bool("causal", causal)
@@ -218,11 +214,9 @@ def create_compress_mask(
     causal: bool = True,
     device: torch.device | str | None = None,
 ) -> BlockMask | None:
-    """Mask of the compressed branch: `mem_kv_len` memory keys, then `kv_seq_len` windows.
-
-    Query i sees all memory, and window j if `(j + 1) * stride - 1 < i`. None if not causal, since
-    all pairs are visible. `device` is CUDA by default if available.
-    """
+    """Mask of the compressed branch: `mem_kv_len` memory keys, then `kv_seq_len` windows. Query i
+    sees all memory, and window j if `(j + 1) * stride - 1 < i`. None if not causal, since all pairs
+    are visible. `device` is CUDA by default if available."""
     seq_len = check_int("seq_len", seq_len, 1)
     stride = check_int("compress_block_sliding_stride", compress_block_sliding_stride, 1)
     kv_seq_len, mem_kv_len = check_ints(0, kv_seq_len=kv_seq_len, mem_kv_len=mem_kv_len)

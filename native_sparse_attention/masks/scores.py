@@ -1,10 +1,7 @@
 """Score mods for torch's flex_attention: they change scaled logits before the softmax.
 
-    b, h    batch row, query head
-    i, j    query, key
-
-Each is a mod of (score, b, h, i, j), or a factory of a mod. They hide no pairs. Masks do that,
-since a mask can skip tiles and a score of -inf cannot.
+Each is a mod of (score, b, h, i, j), the score of a batch row, a query head, a query and a key, or
+a factory of a mod. They hide no pairs: a mask can skip tiles, and a score of -inf cannot.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..checks import (
-    LARGEST,
     LEAST_NORMAL,
     TOO_MANY,
     check_bool,
@@ -47,9 +43,7 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
 
 def alibi_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, slopes: Tensor) -> Tensor:
     """`score - slopes[h] * |i - j|`, for `functools.partial(alibi_bias, slopes=...)` or calls from
-    other score mods.
-
-    ALiBi, arXiv 2108.12409. The paper is causal; here keys after the query have the same bias.
+    other score mods. ALiBi, arXiv 2108.12409, which is causal: here later keys have the same bias.
     """
     return score - slopes[h] * (i - j).abs()
 
@@ -76,14 +70,11 @@ def relative_position(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor)
 def relative_bias(table: Tensor) -> ScoreMod:
     """`score + table[h, clip(i - j, -m, m) + m]`: a learned bias of the clipped distance.
 
-    Clipped as in arXiv 1803.02155, one number per head as in T5, arXiv 1910.10683. A table that
-    requires gradients gets them: compiled on CUDA, and in `dense_attention` anywhere. Compiling may
-    fail with "out of resource" (heads of 64 in bf16 on an H200, torch 2.11). Then reduce the shared
-    memory of flex_attention with `kernel_options={"num_stages": 2}`.
-
-    Args:
-        table: floating, [H, 2 m + 1], or [2 m + 1] for all heads. The first entry applies to keys
-            m or more after the query.
+    Clipped as in arXiv 1803.02155, one number per head as in T5, arXiv 1910.10683. The table is
+    floating, [H, 2 m + 1], or [2 m + 1] for all heads; its first entry applies to keys m or more
+    after the query. If it requires gradients, it gets them: compiled on CUDA, and in
+    `dense_attention` anywhere. Compiling may fail with "out of resource" (heads of 64 in bf16 on an
+    H200, torch 2.11): then pass `kernel_options={"num_stages": 2}` to flex_attention.
     """
     if not is_floating(table) or table.ndim not in (1, 2) or table.shape[-1] % 2 == 0:
         raise ValueError(
@@ -108,11 +99,8 @@ def soft_cap(cap: float, approximate: bool = False) -> ScoreMod:
     """
     expected = f"a positive finite number of at least {LEAST_NORMAL:.2g}"
     # a string, as `tiles.constant` returns
-    bound = repr(check_number("cap", cap, expected, LEAST_NORMAL, LARGEST))
+    bound = repr(check_number("cap", cap, expected, LEAST_NORMAL))
     approximate = check_bool("approximate", approximate)
-    # inside a graph the operator's fake implementation registers the lowering
-    if approximate and not torch.compiler.is_compiling():
-        register_lowering()
 
     def soft_cap_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         scaled = score / float(bound)
@@ -121,8 +109,8 @@ def soft_cap(cap: float, approximate: bool = False) -> ScoreMod:
     return soft_cap_mod
 
 
-# operands of inline assembly: $0 is the result, $1 the argument
-ASM, CONSTRAINTS = "tanh.approx.f32 $0, $1;", "=f,f"
+# inline assembly: $0 is the result, $1 the argument
+ASM = "tanh.approx.f32 $0, $1;"
 
 
 @torch.library.custom_op("native_sparse_attention::tanh_approx", mutates_args=())
@@ -166,7 +154,7 @@ def register_lowering() -> None:
         # half precisions are float32 in registers and stay float32
         wide = ops.to_dtype(x, torch.float32)
         return ops.inline_asm_elementwise(
-            wide, asm=ASM, constraints=CONSTRAINTS, dtype=torch.float32, is_pure=True, pack=1
+            wide, asm=ASM, constraints="=f,f", dtype=torch.float32, is_pure=True, pack=1
         )
 
     def lower(x: Any) -> Any:

@@ -1,12 +1,8 @@
 """Block masks of torch's flex_attention: the tiles of queries and keys that hold an allowed pair.
 
-    b, h    batch row, query head
-    i, j    query, key
-    tq, tk  tiles of queries, of keys
-
-A *mask mod* decides about one pair (b, h, i, j). A *block mask* adds the tiles with some allowed
-pair and the tiles with only allowed pairs. This module computes the tiles from KV ranges, or
-evaluates every pair for one strip of queries at a time. It never forms a T x S array.
+A *mask mod* decides about one pair (b, h, i, j): batch row, query head, query and key. A *block
+mask* adds the tiles [tq tk] with some allowed pair and those with only allowed pairs. This module
+evaluates every pair for one strip of queries at a time: it never forms a T x S array.
 """
 
 from __future__ import annotations
@@ -33,11 +29,9 @@ PAIRS_AT_ONCE = 2**24
 
 
 def constant(name: str, value: int, minimum: int = 0) -> str:
-    """Check an integer for the closure of a mod, which reads it with `int`.
-
-    torch's compiler makes a number in a closure symbolic at its second value, and flex_attention
-    cannot compile symbolic numbers. A string stays a constant of the graph.
-    """
+    """Check an integer for the closure of a mod, which reads it with `int`. torch's compiler makes
+    a number in a closure symbolic at its second value, which flex_attention cannot compile. A
+    string stays a constant of the graph."""
     return repr(check_int(name, value, minimum))
 
 
@@ -102,10 +96,8 @@ def make_block_mask(
 def tile_counts(
     mask_mod: MaskMod, q_len: int, kv_len: int, device: torch.device, tile: int = TILE
 ) -> Tensor:
-    """Number of allowed pairs in each tile of `tile` x `tile`, int64 [tq tk].
-
-    Evaluates every pair of batch row 0 and head 0: time O(T S), memory O(T S / tile^2).
-    """
+    """Number of allowed pairs of batch row 0 and head 0 in each tile of `tile` x `tile`, int64
+    [tq tk], in memory O(T S / tile^2)."""
     from torch.nn.attention.flex_attention import create_mask
 
     # a whole number of tiles of queries
@@ -126,11 +118,9 @@ def tile_counts(
 def block_mask_of(
     mask_mod: MaskMod, q_len: int, kv_len: int, device: torch.device | str | None = None
 ) -> BlockMask:
-    """The block mask of any mask mod that depends on neither b nor h.
-
-    It has the tiles of torch's `create_block_mask`, but holds a strip of pairs at a time, not all
-    T x S. `device` is CUDA by default if available.
-    """
+    """The block mask of any mask mod that depends on neither b nor h: the tiles of torch's
+    `create_block_mask`, formed from a strip of pairs at a time, not from all T x S. `device` is
+    CUDA by default if available."""
     q_len, kv_len = check_ints(1, q_len=q_len, kv_len=kv_len)
     check_callable("mask_mod", mask_mod, "(b, h, i, j)", required=True)
     counts = tile_counts(mask_mod, q_len, kv_len, default_device(device))[None, None]
