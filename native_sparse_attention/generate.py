@@ -96,12 +96,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class Decoder:
-    """A Transformer with a KV cache for each layer, whose decode steps are replayed as CUDA graphs.
-
-    There are two graphs: one for steps that complete a compression window of some sequence, and one
-    for all others. The first step of each kind runs uncaptured. A step is captured only on a GPU,
-    if the decode kernels run in every layer, so that the device counts the sequence lengths.
-    """
+    """A Transformer with a KV cache for each layer. If the decode kernels run in every layer, so
+    that the device counts the sequence lengths, its steps are replayed as CUDA graphs: one for
+    steps that complete a compression window of some sequence, and one for all others. The first
+    step of each kind runs uncaptured."""
 
     def __init__(self, model: Any, batch: int, max_length: int):
         self.model = model

@@ -169,7 +169,7 @@ class Transformer(Started):
             attend to initial and local ones; -1 is the last.
         rotary_emb, rope_theta, inv_freq: as in SparseAttention, for sparse and dense layers.
 
-    An argument out of range, or ids or a cache that do not match, are a ValueError.
+    Arguments out of range, and ids, caches or prompts that do not match, are a ValueError.
     """
 
     def __init__(
@@ -413,10 +413,6 @@ class Transformer(Started):
             stop_tokens: ids that end a sequence, which then repeats its stop token. Sampling ends
                 when all sequences have ended. (The host waits for the GPU in each step.)
             top_k: sample from at most this many of the likeliest tokens, besides `filter_thres`.
-
-        Raises:
-            ValueError: an empty prompt, lengths, thresholds or ids out of range, or a model that is
-                not causal.
         """
         prompt = check_ids("prompt", prompt, self.token_emb)
         lengths = check_prompt(prompt, prompt_lengths)
