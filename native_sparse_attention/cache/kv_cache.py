@@ -285,12 +285,6 @@ class Identity:
     """The identity of one attention layer, by which a cache knows it. A deepcopied or unpickled
     layer gets a new one, because its weights may change independently; a wrapper shares it."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Identity:
-        return Identity()
-
-    def __reduce__(self) -> Any:
-        return Identity, ()
-
 
 class KVCache:
     """Keys and values of one attention layer, for a batch of sequences of different lengths.
