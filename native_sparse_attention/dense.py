@@ -188,12 +188,14 @@ def chunked_attention(
     def key_range(first: int, last: int) -> tuple[int, int]:
         return (first - max_past, last + max_future + 1) if is_banded else (0, S)
 
+    dtype = q.dtype
     with no_autocast(q.device.type):
+        q, k, v = upcast(q, k, v)
         out, lse = attend(
-            *upcast(q, k, v), Visibility(tile_mask, key_range, q_offset), scale=scale,
-            soft_cap=soft_cap, return_lse=True, chunk_sizes=(q_chunk_size, k_chunk_size),
+            q, k, v, Visibility(tile_mask, key_range, q_offset), scale=scale, soft_cap=soft_cap,
+            return_lse=True, chunk_sizes=(q_chunk_size, k_chunk_size),
         )  # fmt: skip
-    return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
+    return (out.to(dtype), lse) if return_lse else out.to(dtype)
 
 
 # under a mask of blocks

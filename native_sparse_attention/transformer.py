@@ -370,13 +370,14 @@ class Transformer(Started):
 
     def flex_masks(self, n: int, device: torch.device) -> dict[str, Any]:
         blocks: Any = self.layers
-        attn, masks = blocks[0][0], {}
+        attn: Any = blocks[0][0]
+        masks: dict[str, Any] = {}
         if self.use_flex_sliding_window:
-            mask = create_sliding_mask(n, attn.sliding_window_size, self.causal, device)
-            masks["sliding_window_flex_mask"] = mask
+            window = create_sliding_mask(n, attn.sliding_window_size, self.causal, device)
+            masks["sliding_window_flex_mask"] = window
         if self.use_flex_fine_selection:
-            mask = create_fine_mask(n, attn.selection_block_size, self.causal)
-            masks["fine_selection_flex_mask"] = mask
+            fine = create_fine_mask(n, attn.selection_block_size, self.causal)
+            masks["fine_selection_flex_mask"] = fine
         return masks
 
     # sampling
