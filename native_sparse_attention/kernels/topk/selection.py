@@ -5,7 +5,8 @@ group gets the block indices of its leader. By `importance`, a block's score is
 
 * "logits": the product of the mean query of the heads that rank together with the block's mean key;
 * "max": the largest product of the mean query with a key of the block's windows;
-* "probs": the block's softmax mass (`softmax_mass.py`).
+* "probs": the block's softmax mass: the probabilities of the windows that overlap the block, each
+  times the number of tokens they share, summed over the heads that rank together.
 
 `ops/reference.py` is the specification. Kernels omit a positive factor of all scores of a query: it
 does not change the ranking. Means are float32, split into two float16 halves, whose products tensor
@@ -26,22 +27,12 @@ from torch import Tensor
 
 from ...varlen import Documents
 from ..common import launch
+from ..common import primitives as steps
 from ..common import tile_configs as tiles
 from ..common.launch import Layout, Plan, cdiv, layout, next_power_of_2, strided
 from ..common.precompile import launcher
-from ..common.primitives import document_interval, grid_position, leaders, load_rows
-from .softmax_mass import nsa_topk_softmax_mass
-from .topn import (
-    LENGTHS,
-    NO_SCORE,
-    candidate_ranges,
-    finish,
-    first_window,
-    fold,
-    permute_blocks,
-    start,
-    write_block_indices,
-)
+from . import topn
+from .topn import NO_SCORE, first_window
 
 # compile-time settings of the kernels that rank. A block has PER_BLOCK keys (of probs: windows),
 # padded to a power of two; with LARGEST they are those of its windows. Of probs: HEADS pads G, a
@@ -96,7 +87,7 @@ def nsa_topk_block_keys(ck, keys, sizes, documents, T, C, W, K, scale, F: tl.con
     """One program: mean keys of a tile of blocks of one row and KV head, as [HALVES, BLOCK_D] and
     the power of two that undoes their scaling. Program 1 of axis 2 writes the keys for queries that
     do not see the window after the block: the block's last window replaces that window."""
-    tile_index, line, _tiles, lines = grid_position(F.FLIPPED)
+    tile_index, line, _tiles, lines = steps.grid_position(F.FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     c = tile_index * F.BLOCK_C + tl.arange(0, F.BLOCK_C)
     WINDOWS: tl.constexpr = F.s // F.d if F.s > F.d else 1
@@ -104,7 +95,7 @@ def nsa_topk_block_keys(ck, keys, sizes, documents, T, C, W, K, scale, F: tl.con
     lo = c * 0
     end = lo + W
     if F.DOCUMENTS:
-        lo, end = document_interval(
+        lo, end = steps.document_interval(
             lo, end, c * F.s, T, documents.first + b * T, documents.last + b * T, F.d
         )
     last = end - 1
@@ -118,7 +109,7 @@ def nsa_topk_block_keys(ck, keys, sizes, documents, T, C, W, K, scale, F: tl.con
     if F.INTERPOLATED:
         w = tl.minimum(tl.maximum(first, lo), last)
         rows = b * ck.b + h * ck.h + w.to(tl.int64) * ck.n
-        origin = load_rows(ck.ptr, rows, F.D, F.BLOCK_D, (c < C) & (w < W)).to(tl.float32)
+        origin = steps.load_rows(ck.ptr, rows, F.D, F.BLOCK_D, (c < C) & (w < W)).to(tl.float32)
     MARGIN: tl.constexpr = 1 if F.INTERPOLATED else 0
     for j in range(-MARGIN, WINDOWS + MARGIN):
         w = first + j
@@ -126,7 +117,7 @@ def nsa_topk_block_keys(ck, keys, sizes, documents, T, C, W, K, scale, F: tl.con
         if F.INTERPOLATED:
             w = tl.minimum(tl.maximum(w, lo), last)
         rows = b * ck.b + h * ck.h + w.to(tl.int64) * ck.n
-        tile = load_rows(ck.ptr, rows, F.D, F.BLOCK_D, (c < C) & (w < W)).to(tl.float32)
+        tile = steps.load_rows(ck.ptr, rows, F.D, F.BLOCK_D, (c < C) & (w < W)).to(tl.float32)
         if F.INTERPOLATED:
             tile -= origin
         k_sum += weight[:, None] * tile
@@ -146,9 +137,9 @@ def nsa_topk_block_keys(ck, keys, sizes, documents, T, C, W, K, scale, F: tl.con
 def products(q_high, q_low, keys, sizes, row, is_key, F: tl.constexpr):
     """q.k [M, N] of rows [N] of `keys` in float32, smallest terms first."""
     width: tl.constexpr = F.HALVES * F.BLOCK_D
-    k_high = load_rows(keys, row * width, F.BLOCK_D, F.BLOCK_D, is_key)
+    k_high = steps.load_rows(keys, row * width, F.BLOCK_D, F.BLOCK_D, is_key)
     if F.HALVES == 2:
-        k_low = load_rows(keys + F.BLOCK_D, row * width, F.BLOCK_D, F.BLOCK_D, is_key)
+        k_low = steps.load_rows(keys + F.BLOCK_D, row * width, F.BLOCK_D, F.BLOCK_D, is_key)
         size = tl.load(sizes + row, mask=is_key, other=0.0)
         x = tl.dot(q_high, tl.trans(k_low))
         if not F.ONE_HALF:  # else q_low is zero
@@ -206,14 +197,14 @@ def best_blocks(
     SLICE: tl.constexpr = F.PER_BLOCK if F.PER_BLOCK < ROOM else ROOM
     CHUNK: tl.constexpr = BLOCK_N // SLICE
     STEPS: tl.constexpr = F.PER_BLOCK // SLICE
-    running = start(M, F.SLOTS_2, COLUMNS, DEPTH)
+    running = topn.start(M, F.SLOTS_2, COLUMNS, DEPTH)
     running_max = tl.full([M, CHUNK], NO_SCORE, tl.float32)
     block, key = key_of_column(BLOCK_N, SLICE)
     first_edge = (tl.min(position, 0) // F.d - WINDOWS) * F.d // F.s
     chunks = tl.cdiv(tl.max(end, 0), CHUNK)
     for step in range(tl.min(low, 0) // CHUNK * STEPS, chunks * STEPS):
         c0, j0 = step // STEPS * CHUNK, step % STEPS * SLICE
-        key_block = permute_blocks(c0 + block, COLUMNS)
+        key_block = topn.permute_blocks(c0 + block, COLUMNS)
         window = first_window(key_block, F.d, F.s)
         n = (window if F.LARGEST else key_block) + (j0 + key)
         is_key = (n < N) & (j0 + key < KEYS)
@@ -232,13 +223,13 @@ def best_blocks(
             score = tl.maximum(score, tl.where(j0 == 0, NO_SCORE, running_max))
             running_max = score
         if j0 == F.PER_BLOCK - SLICE:
-            c = permute_blocks(c0 + tl.arange(0, CHUNK), COLUMNS)
+            c = topn.permute_blocks(c0 + tl.arange(0, CHUNK), COLUMNS)
             candidate = (c[None] >= low[:, None]) & (c[None] < end[:, None])
-            running = fold(running, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
-    return finish(running, F.SLOTS, F.SLOTS_2, COLUMNS)
+            running = topn.fold(running, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
+    return topn.finish(running, F.SLOTS, F.SLOTS_2, COLUMNS)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=topn.LENGTHS)
 def nsa_topk_logits(
     q, keys, sizes, out, leader_indices, starts, documents, first_token, T, C, W, RANKS,
     F: tl.constexpr,
@@ -246,19 +237,19 @@ def nsa_topk_logits(
     """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, which is
     the mean of G query heads. Reads the queries, with NUM_STAGES_Q heads in flight, and the keys of
     their candidates. RANKS_PER_KV ranking heads share a KV head."""
-    tile, line, tiles, lines = grid_position(F.FLIPPED)
+    tile, line, tiles, lines = steps.grid_position(F.FLIPPED)
     tile = tiles - 1 - tile  # tiles with most candidates first
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
     if F.RAGGED:
         first_token = tl.load(starts + b).to(tl.int32)
     index = tile * F.BLOCK_M + tl.arange(0, F.BLOCK_M)
-    position, token, ranked = leaders(index, first_token, T, F.STRIDE)
-    low, end, _lo, hi = candidate_ranges(position, token, ranked, documents, b, T, C, W, F)
+    position, token, ranked = steps.leaders(index, first_token, T, F.STRIDE)
+    low, end, _lo, hi = topn.candidate_ranges(position, token, ranked, documents, b, T, C, W, F)
 
     q_sum = tl.full([F.BLOCK_M, F.BLOCK_D], 0.0, tl.float32)
     for g in tl.range(0, F.G, num_stages=F.NUM_STAGES_Q):
         rows = b * q.b + token.to(tl.int64) * q.n + (r * F.G + g) * q.h
-        q_sum += load_rows(q.ptr, rows, F.D, F.BLOCK_D, ranked).to(tl.float32)
+        q_sum += steps.load_rows(q.ptr, rows, F.D, F.BLOCK_D, ranked).to(tl.float32)
     q_high, q_low, _ = two_halves(q_sum)
 
     N = W if F.LARGEST else C
@@ -274,7 +265,204 @@ def nsa_topk_logits(
                 q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, hi, N,
                 F.MERGE_N, 0, 0, F,
             )  # fmt: skip
-    write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, F)
+    topn.write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, F)
+
+
+@triton.jit
+def step_windows(N: tl.constexpr, WARPS: tl.constexpr):
+    """The window of a step, 0 .. N - 1, that each row of its tile holds. A thread of an MMA has
+    rows r and r + 8 of every 16 WARPS rows. They hold consecutive windows, so that the thread sums
+    them alone. With fewer rows, windows are in order: there `sort_windows` gives wrong results with
+    Triton 3.6 on an H200 (8 warps, 32 rows)."""
+    row = tl.arange(0, N)
+    thread = row // 16 % WARPS * 8 + row % 8
+    window = thread * (N // (8 * WARPS)) + row // (16 * WARPS) * 2 + row // 8 % 2
+    return window if N >= 16 * WARPS else row
+
+
+@triton.jit
+def sort_windows(x, WARPS: tl.constexpr):
+    """Rows [N, M] of a step's tile in the order of their windows."""
+    N: tl.constexpr = x.shape[0]
+    M: tl.constexpr = x.shape[1]
+    if N >= 16 * WARPS:
+        x = tl.reshape(x, [N // (16 * WARPS), WARPS, 2, 8, M])
+        x = tl.reshape(tl.permute(x, [1, 3, 0, 2, 4]), [N, M])
+    return x
+
+
+@triton.jit
+def mask_windows(x, visible):
+    """Logits [N, M], -inf where the row's token, `visible` [N, TOKENS], does not see the window."""
+    N: tl.constexpr = x.shape[0]
+    M: tl.constexpr = x.shape[1]
+    TOKENS: tl.constexpr = visible.shape[1]
+    x = tl.where(visible[:, :, None], tl.reshape(x, [N, TOKENS, M // TOKENS]), NO_SCORE)
+    return tl.reshape(x, [N, M])
+
+
+@triton.jit
+def sum_thread_heads(p, HEADS: tl.constexpr, PARTIALS: tl.constexpr):
+    """[N, M] to [N, TOKENS x PARTIALS]: the sum over the heads that one thread of an MMA holds. It
+    has columns 2 i and 2 i + 1 of every 8."""
+    N: tl.constexpr = p.shape[0]
+    M: tl.constexpr = p.shape[1]
+    PAIR: tl.constexpr = 1 if HEADS == 1 else 2
+    p = tl.reshape(p, [N, M // HEADS, HEADS // (PAIR * PARTIALS), PARTIALS, PAIR])
+    return tl.reshape(tl.sum(tl.sum(p, 4), 2), [N, M // HEADS * PARTIALS])
+
+
+@triton.jit
+def overlap_tokens(j, P: tl.constexpr, g: tl.constexpr, F: tl.constexpr):
+    """Tokens that block c shares with window j of the P windows that end in block c + g."""
+    overlap = j * 0 + 1
+    if F.s >= F.d:
+        stop = (j + (g * P + 1)) * F.d  # the window's end
+        overlap = tl.maximum(tl.minimum(stop, F.s) - tl.maximum(stop - F.WINDOW, 0), 0)
+    return tl.where(j < P, overlap, 0).to(tl.float32)
+
+
+@triton.jit
+def block_sums(p, j, P: tl.constexpr, BACK: tl.constexpr, F: tl.constexpr):
+    """Scores [TOKENS, CHUNK] that windows j [SLICE] of a chunk's blocks add to the block in which
+    they end, to the block before it, and so on. p is [CHUNK, SLICE, TOKENS, PARTIALS]."""
+    sums = ()
+    for g in tl.static_range(BACK + 1):
+        overlap = overlap_tokens(j, P, g, F)
+        sums += (tl.trans(tl.sum(tl.sum(p * overlap[None, :, None, None], 1), 2)),)
+    return sums
+
+
+@triton.jit
+def gather_columns(x, n):
+    """Columns n [N] of x [M, N]."""
+    return tl.gather(x, tl.broadcast_to(n[None], x.shape), 1)
+
+
+@triton.jit
+def complete_scores(sums, carried):
+    """Scores [TOKENS, CHUNK] that are complete with these `block_sums`. They are shifted by one
+    column for each block that windows reach back. Incomplete scores at the end of the chunk are
+    `carried` for the next chunk."""
+    CHUNK: tl.constexpr = sums[0].shape[1]
+    n = tl.arange(0, CHUNK)
+    score = sums[0]
+    new_carried = ()
+    for g in tl.static_range(len(carried)):
+        shifted = tl.where((n == CHUNK - 1)[None], carried[g], score)
+        new_carried += (score,)
+        score = gather_columns(shifted, (n - 1) & (CHUNK - 1)) + sums[g + 1]
+    return score, new_carried
+
+
+@triton.jit
+def best_by_probs(
+    q_tile, lse_log2, lo, hi, ck, k_base, low, end, fewest, latest, W, scale_log2, cap,
+    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
+    """The ranking [TOKENS, SLOTS_2] of blocks low .. end - 1, and whether it must be repeated.
+    Tokens see windows lo .. hi - 1; all tokens see windows `latest` .. `fewest` - 1. `lse_log2` is
+    by row. PER_BLOCK is the windows per block, padded to a power of two; a step takes SLICE."""
+    TOKENS: tl.constexpr = end.shape[0]
+    P: tl.constexpr = F.s // F.d if F.s > F.d else 1
+    # blocks that a window overlaps before the one in which it ends
+    BACK: tl.constexpr = (F.WINDOW + F.s - F.d - 1) // F.s if F.s >= F.d else 0
+    # Triton before 3.6 has no `min` of constexprs
+    PARTIALS: tl.constexpr = (F.HEADS + 1) // 2 if F.HEADS < 7 else 4
+    ROOM: tl.constexpr = BLOCK_N // (COLUMNS if COLUMNS > 0 else F.SLOTS_2)
+    SLICE: tl.constexpr = F.PER_BLOCK if F.PER_BLOCK < ROOM else ROOM
+    CHUNK: tl.constexpr = BLOCK_N // SLICE
+    STEPS: tl.constexpr = F.PER_BLOCK // SLICE
+    running = topn.start(TOKENS, F.SLOTS_2, COLUMNS, DEPTH)
+    carried = ()
+    sums = ()
+    for g in tl.static_range(BACK + 1):
+        sums += (tl.zeros([TOKENS, CHUNK], tl.float32),)
+        if g < BACK:
+            carried += (tl.zeros([TOKENS, CHUNK], tl.float32),)
+
+    u = step_windows(BLOCK_N, F.WARPS)
+    chunks = tl.cdiv(tl.max(end, 0) + BACK, CHUNK)
+    for step in range(tl.min(low, 0) // CHUNK * STEPS, chunks * STEPS):
+        c0, j0 = step // STEPS * CHUNK, step % STEPS * SLICE
+        w = first_window(c0 + u // SLICE, F.d, F.s) + (j0 + u % SLICE)
+        rows = steps.large(tl.minimum(w, W - 1), F.WIDE) * ck.n
+        every = tl.full([BLOCK_N], True, tl.int1)
+        k_tile = steps.load_rows(ck.ptr + k_base, rows, F.D, F.BLOCK_D, every)
+        x = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+        x *= scale_log2
+        if F.CAP:
+            x = steps.soft_capped(x, cap)
+        x -= lse_log2[None]
+        if W > 0:  # always true: the compiler puts the next step's loads before a branch
+            last = first_window(c0 + (CHUNK - 1), F.d, F.s) + F.PER_BLOCK
+            if (last > fewest) | (first_window(c0, F.d, F.s) < latest):
+                x = mask_windows(x, (w[:, None] >= lo[None]) & (w[:, None] < hi[None]))
+            p = sort_windows(sum_thread_heads(tl.exp2(x), F.HEADS, PARTIALS), F.WARPS)
+            p = tl.reshape(p, [CHUNK, SLICE, TOKENS, PARTIALS])
+            step_sums = block_sums(p, j0 + tl.arange(0, SLICE), P, BACK, F)
+            if STEPS > 1:
+                new_sums = ()
+                for g in tl.static_range(BACK + 1):
+                    new_sums += (tl.where(j0 == 0, 0.0, sums[g]) + step_sums[g],)
+                sums = new_sums
+                step_sums = new_sums
+            if j0 == F.PER_BLOCK - SLICE:
+                score, carried = complete_scores(step_sums, carried)
+                c = topn.permute_blocks(c0 + tl.arange(0, CHUNK), COLUMNS)
+                if COLUMNS > 1:
+                    score = gather_columns(score, c - c0)
+                c -= BACK
+                candidate = (c[None] >= low[:, None]) & (c[None] < end[:, None])
+                score = tl.where(candidate, score, NO_SCORE)
+                # a sort key has no bit for the sign of a block
+                running = topn.fold(running, score, tl.maximum(c, 0), COLUMNS)
+    return topn.finish(running, F.SLOTS, F.SLOTS_2, COLUMNS)
+
+
+@triton.jit(do_not_specialize=topn.LENGTHS)
+def nsa_topk_softmax_mass(
+    q, ck, lse, out, leader_indices, starts, documents, first_token, T, C, W, RANKS, scale_log2,
+    cap, F: tl.constexpr,
+):  # fmt: skip
+    """One program: the rankings of a tile of groups of tokens of one row and ranking head, which
+    sums the scores of G query heads. Reads their queries, log-sum-exp and visible windows."""
+    tile, line, tiles, _lines = steps.grid_position(F.FLIPPED)
+    tile = tiles - 1 - tile
+    b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
+    if F.RAGGED:
+        first_token = tl.load(starts + b).to(tl.int32)
+    GROUPS: tl.constexpr = F.BLOCK_M // F.HEADS
+    index = tile * GROUPS + tl.arange(0, GROUPS)
+    position, token, ranked = steps.leaders(index, first_token, T, F.STRIDE)
+    low, end, lo, hi = topn.candidate_ranges(position, token, ranked, documents, b, T, C, W, F)
+    # all tokens see the windows `latest` .. `fewest` - 1
+    fewest, latest = tl.min(tl.where(ranked, hi, W), 0), tl.max(tl.where(ranked, lo, 0), 0)
+    hi = tl.where(ranked, hi, 0)
+
+    # rows are leaders x the G query heads of ranking head r, padded to HEADS
+    row = tl.arange(0, F.BLOCK_M)
+    _, row_token, ranked = steps.leaders(tile * GROUPS + row // F.HEADS, first_token, T, F.STRIDE)
+    head, real = r * F.G + row % F.HEADS, ranked & (row % F.HEADS < F.G)
+    q_rows = b * q.b + row_token.to(tl.int64) * q.n + head * q.h
+    q_tile = steps.load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
+    row = (b * T + row_token) * (RANKS * F.G) + head
+    lse_log2 = tl.load(lse + row, mask=real, other=0.0) * 1.4426950408889634
+    # rows that do not exist, or see no window, have probability 0
+    lse_log2 = tl.where(real & (lse_log2 > NO_SCORE), lse_log2, float("inf"))
+
+    k_base = b * ck.b + r // F.RANKS_PER_KV * ck.h
+    indices, missed = best_by_probs(
+        q_tile, lse_log2, lo, hi, ck, k_base, low, end, fewest, latest, W, scale_log2, cap,
+        F.BLOCK_N, F.COLUMNS, F.DEPTH, F,
+    )  # fmt: skip
+    if F.DEPTH < F.SLOTS and F.COLUMNS > 0:  # noqa: SIM102
+        if missed > 0:
+            indices, missed = best_by_probs(
+                q_tile, lse_log2, lo, hi, ck, k_base, low, end, fewest, latest, W, scale_log2,
+                cap, F.MERGE_N, 0, 0, F,
+            )  # fmt: skip
+    topn.write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, F)
 
 
 # launch
