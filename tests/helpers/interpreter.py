@@ -49,10 +49,10 @@ def hasten() -> None:
     if known and has(core.tensor(None, block), "handle shape numel type dtype"):
         share_shapes(core)
     # an operation takes as long for many elements as for few
-    from native_sparse_attention.kernels.selected import csr
+    from native_sparse_attention.kernels.selected import key_major
 
-    OWN.setdefault("COUNT_PAIRS", csr.COUNT_PAIRS)
-    csr.COUNT_PAIRS = 128
+    OWN.setdefault("COUNT_PAIRS", key_major.COUNT_PAIRS)
+    key_major.COUNT_PAIRS = 128
 
 
 def has(made: Any, names: str) -> bool:

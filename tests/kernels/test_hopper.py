@@ -11,7 +11,7 @@ from tests.helpers.on_hopper import MARKS, layer
 pytest.importorskip("triton")
 
 from native_sparse_attention.kernels.common import launch
-from native_sparse_attention.kernels.selected import csr, key_major_sm90
+from native_sparse_attention.kernels.selected import key_major, key_major_sm90
 
 if not launch.triton_is_known():
     pytest.skip("its kernels are not known to run with this Triton", allow_module_level=True)
@@ -113,11 +113,11 @@ def test_launched_by_a_layer(launches, w):
 )  # fmt: skip
 def test_chunks(launches, monkeypatch, heads, D, n, T, number, dtype):
     """dk, dv and dq in several chunks and work tiles of a block."""
-    budget = {64: csr.Budget(n / number * 1.01, 1)}
-    monkeypatch.setattr(csr, "BUDGETS", dict.fromkeys(csr.BUDGETS, budget))
+    budget = {64: key_major.Budget(n / number * 1.01, 1)}
+    monkeypatch.setattr(key_major, "BUDGETS", dict.fromkeys(key_major.BUDGETS, budget))
     for module, name, value in (
-        (csr, "MIN_TOKENS", 1), (csr, "MIN_DQ_TILE_ROWS", 1), (launch, "ENOUGH_PROGRAMS", 1),
-        (launch, "WORK_TILE_ROWS", 1024),
+        (key_major, "MIN_TOKENS", 1), (key_major, "MIN_DQ_TILE_ROWS", 1),
+        (launch, "ENOUGH_PROGRAMS", 1), (launch, "WORK_TILE_ROWS", 1024),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     call = chosen(draw("selected", dtype, heads=(*heads, D, D), place=(T, T), n=n, **FORCED))
@@ -152,7 +152,9 @@ def test_neighbours_that_are_alike(launches, H, rule, often):
 def test_pairs_of_several_tokens(monkeypatch, as_written, heads, stride, T, tokens):
     """Neighbours that share a ranking are one pair of the key-major backward."""
     run, counts = key_major_sm90.backward, []
-    monkeypatch.setattr(key_major_sm90, "backward", lambda *a: (counts.append(a[-1]), run(*a)))
+    monkeypatch.setattr(
+        key_major_sm90, "backward", lambda *a: (counts.append(a[4].pair_tokens), run(*a))
+    )
     tensors, d_out, settings = draw_layer(T, heads, selection_stride=stride)
     plain = layer(tensors, d_out, {"flash_sm90": False, "key_major_sm90": False}, **settings)
     assert counts == []

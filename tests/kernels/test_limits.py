@@ -15,7 +15,7 @@ from tests.helpers.calls import draw, normal
 pytest.importorskip("triton")
 
 from native_sparse_attention.kernels.common import launch
-from native_sparse_attention.kernels.selected import csr
+from native_sparse_attention.kernels.selected import key_major
 
 pytestmark = pytest.mark.kernels
 
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.kernels
 def test_block_that_all_choose(monkeypatch, heads):
     """Its queries are cut into several work tiles, and tokens and KV heads into several chunks."""
     monkeypatch.setattr(launch, "WORK_TILE_ROWS", 16)
-    few = {8: csr.Budget(0.0, 16)}
-    monkeypatch.setattr(csr, "BUDGETS", dict.fromkeys(csr.BUDGETS, few))
-    monkeypatch.setattr(csr, "MIN_TOKENS", 1)
-    monkeypatch.setattr(csr, "MIN_DQ_TILE_ROWS", 1)
+    few = {8: key_major.Budget(0.0, 16)}
+    monkeypatch.setattr(key_major, "BUDGETS", dict.fromkeys(key_major.BUDGETS, few))
+    monkeypatch.setattr(key_major, "MIN_TOKENS", 1)
+    monkeypatch.setattr(key_major, "MIN_DQ_TILE_ROWS", 1)
     call = draw("selected", place=(35, 50), heads=heads, n=2, selection_block_size=8)
     call.settings["block_indices"][:] = torch.tensor([0, -1], device=DEVICE)
     assert_right(call.op, call.tensors, torch.float32, **call.settings)

@@ -12,7 +12,7 @@ from tests.helpers.budget import DEVICE, FORMS
 pytest.importorskip("triton")
 
 from native_sparse_attention.kernels.common import launch
-from native_sparse_attention.kernels.selected import csr
+from native_sparse_attention.kernels.selected import key_major
 from tests.helpers.memory import poisoned
 from tests.helpers.on_hopper import layer
 
@@ -94,10 +94,10 @@ def test_many_runs(case, recompute):
 def test_many_runs_by_chunks(heads, monkeypatch):
     """Partial results by several chunks, and blocks by several work tiles."""
     setting = small(*heads)
-    few = {64: csr.Budget(setting.n / 3, 1)}
-    monkeypatch.setattr(csr, "BUDGETS", dict.fromkeys(csr.BUDGETS, few))
+    few = {64: key_major.Budget(setting.n / 3, 1)}
+    monkeypatch.setattr(key_major, "BUDGETS", dict.fromkeys(key_major.BUDGETS, few))
     for name in ("MIN_TOKENS", "MIN_DQ_TILE_ROWS"):
-        monkeypatch.setattr(csr, name, 1)
+        monkeypatch.setattr(key_major, name, 1)
     monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 2)
     monkeypatch.setattr(launch, "WORK_TILE_ROWS", 1024)
     tensors, d_out = draw(setting, B=2)

@@ -39,7 +39,7 @@ from native_sparse_attention import KVCache, PagedKVCache, SparseAttention, kern
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.decode import kv_cache
-from native_sparse_attention.kernels.selected import csr, union
+from native_sparse_attention.kernels.selected import key_major, query_major
 from tests.helpers.budget import CUDA, DEVICE, FORMS
 from tests.helpers.calls import draw as draw_call
 
@@ -121,9 +121,9 @@ def steps(cache: KVCache, **settings: Any) -> None:
 
 def chunks() -> None:
     """Several chunks, and several work tiles of a block."""
-    budgets = {key: {64: csr.Budget(0.0, 16)} for key in csr.BUDGETS}
+    budgets = {key: {64: key_major.Budget(0.0, 16)} for key in key_major.BUDGETS}
     with (
-        patch.multiple(csr, BUDGETS=budgets, MIN_TOKENS=1, MIN_DQ_TILE_ROWS=1),
+        patch.multiple(key_major, BUDGETS=budgets, MIN_TOKENS=1, MIN_DQ_TILE_ROWS=1),
         patch.object(launch, "WORK_TILE_ROWS", 16),
     ):
         layer(37, 41)
@@ -153,8 +153,8 @@ def unions() -> None:
     with launch.using({"union": launch.UnionRule(4, 1.1, min_groups=0)}):
         lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
         selection = launch.Selection(lists, 5, 0, 0, True)
-        some = union.allocate_unions(selection, 12, DTYPE)
-        union.write_unions(selection, some, union.allocate(selection, 8, 4))
+        some = query_major.allocate_unions(selection, 12, DTYPE)
+        query_major.write_unions(selection, some, query_major.allocate(selection, 8, 4))
         call = draw_call(
             "selected", DTYPE, place=(19, 19), heads=(12, 1, 24, 24), selection_block_size=5,
             num_local_blocks=0,

@@ -1,6 +1,6 @@
 """The selected branch. The forced blocks are a KV range and a prefix. The top-n blocks are read
 query-major (`query_major.py`), key-major (`key_major.py`), or as unions of neighbouring tokens
-(`union.py`, `union_sm90.py`)."""
+(`query_major.py`, `union_sm90.py`)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from ..common import primitives as steps
 from ..common.precompile import launcher
 from ..common.reduce import reduce_partials
 from ..flash import flash
-from . import csr, key_major, query_major, union
-from .csr import CSR
-from .inputs import Inputs
-from .union import Unions
+from . import key_major, query_major
+from .inputs import Inputs, combine_group
 
 
 def append_initial_blocks(selection: launch.Selection) -> launch.Selection:
@@ -124,23 +122,22 @@ def valid_block_indices(selection: launch.Selection, S: int) -> Tensor:
 
 
 class Plan(NamedTuple):
-    """How a pass reads the top-n blocks. Forward: key-major by `block_csr`; or by `shared` unions;
+    """How a pass reads the top-n blocks. Forward: key-major by `csr`; or by `shared` unions;
     otherwise query-major, as are groups that have `unions`. Backward: dk, dv and, if
-    `is_key_major`, dq by `block_csr`, which has a pair per `pair_tokens` tokens, in the kernels of
-    the module `gluon` if there are some; otherwise dq is query-major."""
+    `is_key_major`, dq by `csr`, in the kernels of the module `gluon` if there are some; otherwise
+    dq is query-major."""
 
-    block_csr: CSR | None = None
-    unions: Unions | None = None
-    shared: Unions | None = None
+    csr: key_major.CSR | None = None
+    unions: query_major.Unions | None = None
+    shared: query_major.Unions | None = None
     is_key_major: bool = False
     gluon: Any = None
-    pair_tokens: int = 1
 
     def run(self, selection: launch.Selection) -> None:
         """Write the unions and the CSR."""
-        union.write_unions(selection, self.unions, self.shared)
-        if self.block_csr is not None:
-            self.block_csr.write(selection.block_indices[:, :: self.pair_tokens].contiguous())
+        query_major.write_unions(selection, self.unions, self.shared)
+        if self.csr is not None:
+            self.csr.write(selection.block_indices)
 
 
 def plan_forward(inputs: Inputs) -> Plan | None:
@@ -154,8 +151,8 @@ def plan_forward(inputs: Inputs) -> Plan | None:
 
         shared = union_sm90.allocate_shared(inputs)
     if shared is None and key_major.is_faster(inputs):
-        return Plan(csr.allocate(inputs, "forward", inputs.facts.F.G), is_key_major=True)
-    unions = union.allocate_unions(inputs)
+        return Plan(key_major.allocate(inputs, "forward", inputs.facts.F.G), is_key_major=True)
+    unions = query_major.allocate_unions(inputs)
     if shared is not None and unions is not None:
         unions = unions._replace(cost=max(unions.cost, union_sm90.OVERLAPPING))
     return Plan(None, unions, shared) if shared is not None or unions is not None else None
@@ -172,34 +169,34 @@ def forward(
     """out [B T H E] and natural lse [B T H]. `partial` holds out and lse of the forced blocks and
     sinks, if known; the forward accumulates into them. With `combine_inputs` also writes the
     layer's output. `norms` are the key norms, `plan` is the plan, which has run."""
-    q, v, plan, has_topn = inputs.q, inputs.v, plan or Plan(), inputs.facts.F.n > 0
+    q, plan, has_topn = inputs.q, plan or Plan(), inputs.facts.F.n > 0
     forced = forced_blocks(inputs) if partial is None else None
     if forced is not None:
         partial = flash.forward(q, scale=inputs.scale, sinks=sinks, **forced)[:2]
-    if partial is None and (sinks is not None or not has_topn):
-        partial = launch.empty_outputs(q, v)
-        partial[0].zero_()
-        partial[1].fill_(float("-inf")) if sinks is None else partial[1].copy_(sinks)
-    if partial is not None and not has_topn:
+    out, lse = partial or launch.empty_outputs(q, inputs.v)
+    is_begun = partial is not None or sinks is not None or not has_topn
+    if partial is None and is_begun:
+        out.zero_()
+        lse.fill_(float("-inf")) if sinks is None else lse.copy_(sinks)
+    outputs = dict(out=out, lse=lse, combine=combine_group(combine_inputs))
+    flags = dict(ADD=is_begun, COMBINE=combine_inputs is not None)
+    if not has_topn:
         if combine_inputs is not None:
-            outs = [combine_inputs.cmp, partial[0], combine_inputs.win]
+            outs = [combine_inputs.cmp, out, combine_inputs.win]
             combine.forward(outs, combine_inputs.gates, combine_inputs.out)
-        return partial
-    if plan.block_csr is not None:
-        return key_major.forward(inputs, plan.block_csr, partial, combine_inputs)
-    if plan.shared is None:
-        return query_major.forward(inputs, partial, plan.unions, None, norms, combine_inputs)
-    from . import union_sm90
+    elif plan.csr is not None:
+        key_major.forward(inputs, plan.csr, outputs, **flags)
+    elif plan.shared is None:
+        query_major.forward(inputs, plan.unions, norms, outputs, **flags)
+    else:
+        from . import union_sm90
 
-    outputs = partial or launch.empty_outputs(q, v)
-    with streams.forked(q.device) as side:
-        union_sm90.forward(
-            inputs, *outputs, partial is not None, norms, combine_inputs, plan.shared
-        )
-        if plan.unions is not None:
-            with side:
-                query_major.forward(inputs, partial, plan.unions, outputs, norms, combine_inputs)
-    return outputs
+        with streams.forked(q.device) as side:
+            union_sm90.forward(inputs, plan.shared, norms, outputs, **flags)
+            if plan.unions is not None:
+                with side:
+                    query_major.forward(inputs, plan.unions, norms, outputs, True, **flags)
+    return out, lse
 
 
 def plan_backward(inputs: Inputs) -> Plan:
@@ -208,12 +205,12 @@ def plan_backward(inputs: Inputs) -> Plan:
         return Plan()
     gluon, facts = key_major.gluon_kernels(inputs), inputs.facts
     if key_major.is_faster(inputs):
-        step = key_major.plan("backward", facts, facts.T, facts.F.K, is_gluon=gluon is not None)
-        block_csr = csr.allocate(inputs, "backward", step["F"].KEY_TILES * facts.F.G)
-        return Plan(block_csr, is_key_major=True, gluon=gluon)
+        step = key_major.plan("backward", facts, facts.T, facts.F.K, gluon is not None)
+        csr = key_major.allocate(inputs, "backward", step["F"].KEY_TILES * facts.F.G)
+        return Plan(csr, is_key_major=True, gluon=gluon)
     pair_tokens = 1 if gluon is None else gluon.pair_tokens(inputs)
-    block_csr = csr.allocate(inputs, "backward", 0, pair_tokens)
-    return Plan(block_csr, union.allocate_unions(inputs), gluon=gluon, pair_tokens=pair_tokens)
+    csr = key_major.allocate(inputs, "backward", 0, pair_tokens)
+    return Plan(csr, query_major.allocate_unions(inputs), gluon=gluon)
 
 
 def forced_backward_q(inputs: Inputs, bwd: launch.BackwardInputs, dq: launch.Accumulator) -> None:
@@ -254,6 +251,6 @@ def topn_backward_kv(
     plan: Plan,
 ) -> None:
     """Accumulates dk and dv of the top-n blocks, in float32; with a key-major plan also dq."""
-    if plan.block_csr is not None:
+    if plan.csr is not None:
         sums = dk, dv, dq if plan.is_key_major else None
-        key_major.backward(inputs, bwd, plan.block_csr, *sums, plan.gluon, plan.pair_tokens)
+        key_major.backward(inputs, bwd, plan.csr, *sums, plan.gluon)

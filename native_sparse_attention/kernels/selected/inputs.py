@@ -26,36 +26,29 @@ Backward = namedtuple("Backward", "d_out lse delta")
 Gradients = namedtuple("Gradients", "dk dv partial_dk partial_dv")
 # `launch.CombineInputs`, with the strides of gates [B T H 3]
 Combine = namedtuple("Combine", "cmp win gates out b t h branch")
-# the first of every `F`: KV heads, head groups of G query heads each, slots and their power of two,
-# keys of a block. DIAGONAL: a query sees its own block up to itself. ENDS: documents end before the
-# last key. GATES are those of slots. POSITIVE is the scale
-Sizes = namedtuple(
-    "Sizes", "K R G n SLOTS s stride D E BLOCK_D BLOCK_E RAGGED DIAGONAL ENDS CAP GATES POSITIVE"
+# what a kernel is compiled for, `F`. The call: KV heads, head groups of G query heads each, slots
+# and their power of two, keys of a block. DIAGONAL: a query sees its own block up to itself. ENDS:
+# documents end before the last key. GATES are those of slots. POSITIVE is the scale
+CALL = "K R G n SLOTS s stride D E BLOCK_D BLOCK_E RAGGED DIAGONAL ENDS CAP GATES POSITIVE "
+# what plans choose, each for its kernels
+CHOICES = (
+    "BLOCK_M BLOCK_N WHOLE ADD COMBINE GATED DQ HEADS KEY_TILES WIDE BLOCK_S TOKENS MEMBERS UNION "
+    "TMA BOUNDED FLIPPED GROUP BY_ROW PAIR_ROWS PAIRS"
 )
-
-
-@functools.cache
-def settings_type(names: tuple[str, ...]) -> Any:
-    return namedtuple("F", names)  # type: ignore[misc]
-
-
-def settings(sizes: Sizes, **others: Any) -> Any:
-    """`F` of a kernel that is compiled for `sizes` and `others`."""
-    return settings_type((*sizes._fields, *others))(*sizes, *others.values())
+defaults = [0] * len(CHOICES.split())
+Settings: Any = namedtuple("Settings", CALL + CHOICES, defaults=defaults)  # type: ignore[misc]
 
 
 class Facts(NamedTuple):
     """What plans depend on."""
 
-    F: Sizes
+    F: Any  # `Settings` without the choices
     B: int
     T: int
     S: int
-    H: int
     C: int  # blocks of keys
     aligned: int  # tokens from the first aligned group of `stride` on
     rows: int  # of the tokens that share block indices
-    width: int  # of keys or values, the wider
     whole: bool  # a query that selects a block sees all of its s keys
     dtype: torch.dtype
     tma: bool  # TMA loads k and v
@@ -80,13 +73,13 @@ class Inputs:
         (R, n), s, stride = selection.block_indices.shape[2:], selection.s, selection.stride
         layouts, diagonal = [launch.layout(t) for t in (q, k, v)], selection.diagonal
         ends = selection.documents is not None and not selection.causal
-        sizes = Sizes(
+        F = Settings(  # type: ignore[call-arg]
             K, R, H // R, n, launch.next_power_of_2(n), s, stride, D, E, launch.padded(D),
             launch.padded(E), selection.starts is not None, diagonal, ends,
             selection.soft_cap is not None, selection.gates is not None, self.scale > 0,
         )  # fmt: skip
         return Facts(
-            sizes, B, T, S, H, launch.cdiv(S, s), selection.aligned, H // R * stride, max(D, E),
+            F, B, T, S, launch.cdiv(S, s), selection.aligned, H // R * stride,
             S % s == 0 and not diagonal and not ends, q.dtype, launch.supports_tma(*layouts[1:]),
             launch.has_wide_offsets(*layouts), launch.tuning(),
         )  # fmt: skip

@@ -30,8 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..common import gluon_sm90 as hopper
 from ..common import launch
 from ..common.precompile import launcher
-from .csr import CSR, Chunk
-from .inputs import Gradients, Inputs, settings
+from .inputs import Gradients, Inputs
+from .key_major import CSR, Chunk
 
 CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(64)  # of a block
@@ -46,7 +46,7 @@ STAGES, REGISTERS = gl.constexpr(2), gl.constexpr(240)
 # one compiled kernel for all lengths
 LENGTHS = ["T", "S", "C", "BLOCKS", "tile_pairs", "num_tiles", "head"]
 
-# the work tiles of a launch (`csr.Pairs`), and their sizes
+# the work tiles of a launch (`key_major.Pairs`), and their sizes
 Work = namedtuple("Work", "csr tile_pairs num_tiles C BLOCKS head T S")
 # of both consumers: keys and values of their blocks, and the barrier of these
 Block = namedtuple("Block", "k v bar")
@@ -346,14 +346,14 @@ def backward(
     partial_dq: Tensor | None,
     csr: CSR,
     chunk: Chunk,
-    tokens: int,
 ) -> None:
     """Like `nsa_selected_bwd_key_major`: adds to dk and dv or writes partial dk and dv. Writes
     partial dq [pairs G, D]. Pairs of several `tokens` have no partial dq."""
-    facts, F, group = inputs.facts, inputs.facts.F, launch.next_power_of_2(inputs.facts.F.G)
+    facts, F, tokens = inputs.facts, inputs.facts.F, csr.pair_tokens
+    group = launch.next_power_of_2(F.G)
     # a tile has PAIRS pairs of PAIR_ROWS rows: TOKENS tokens of GROUP rows
-    F = settings(
-        F, HEADS=csr.heads, GROUP=group, TOKENS=tokens, GATED=bwd.gated,
+    F = F._replace(
+        HEADS=csr.heads, GROUP=group, TOKENS=tokens, GATED=bwd.gated,
         DQ=partial_dq is not None, BY_ROW=tokens * group < MIN_BOX_ROWS,
         PAIR_ROWS=tokens * group, PAIRS=ROWS.value // (tokens * group),
     )  # fmt: skip

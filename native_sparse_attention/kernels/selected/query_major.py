@@ -3,14 +3,21 @@ keys and values. Forward and dq.
 
 Rows of a tile are tokens x heads. Block indices [B T R n] are -1 for empty slots; each of the R
 head groups of a token has G = H / R query heads. Tokens of an aligned group of `stride` share block
-indices. One launch reads the groups that have a union (`union.py`), each block of the union once;
-another launch reads the other groups.
+indices.
+
+A union has the blocks of several neighbours, each once, with the neighbours that chose it. One
+launch reads the groups with enough overlap, by their unions; another reads the other groups, as may
+`union_sm90.py` by shared unions, whose blocks have an order for that kernel. A group has `members`
+consecutive members of one head group; a member is an aligned group of `stride` tokens. By
+`launch.UnionRule` the device decides which groups have a union. A packed block has the block in its
+low 32 bits, a bit per member in its high 32.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections import namedtuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,13 +27,202 @@ from torch import Tensor
 from ..common import launch
 from ..common import primitives as steps
 from ..common.precompile import launcher
-from .inputs import Backward, Facts, Inputs, combine_group, settings
-from .union import Unions
+from .inputs import Backward, Facts, Inputs
 
-LENGTHS = ["T", "S", "start", "groups"]
-
+# comparisons of block indices of a program at most, and block indices of a one-warp program
+MAX_COMPARISONS, WARP_INDICES = 1 << 14, 256
+# blocks of a chunk of a shared union
+CHUNK = 3
 # rows of a tile from which the kernel subtracts the row bound rather than the running maximum
 BOUNDED_ROWS = 64
+# one compiled kernel for all lengths
+LENGTHS = ["T", "S", "start", "groups", "limit", "shared_limit", "shared_groups", "all_members"]
+
+# compile-time settings of unions: a program has GROUPS groups of MEMBERS members. CHUNK is 0
+# without shared unions
+UnionSettings = namedtuple(
+    "UnionSettings", "R MEMBERS GROUPS STRIDE SLOTS CHUNK OVERLAPPING RAGGED FLIPPED"
+)
+
+
+class Unions(NamedTuple):
+    """Packed blocks of each group's union and their number, 0 for a group without a union."""
+
+    blocks: Tensor  # [B R groups limit] int64
+    counts: Tensor  # [B R groups] int32
+    members: int  # of a group
+    cost: float = 0.0  # of a block, relative to a block of one member
+
+
+@triton.jit
+def load_blocks(block_indices, b, r, token, slot, T, R, n):
+    """Block indices of slots; -1 for empty ones. Tokens before the call share those of token 0."""
+    line = (b * T + tl.maximum(token, 0)) * R + r
+    return tl.load(block_indices + line * n + slot, mask=slot < tl.where(token < T, n, 0), other=-1)
+
+
+@triton.jit
+def spread_bits(x):
+    """The low 8 bits, spread to the lowest of four bits each."""
+    x = (x | (x << 12)) & 0x000F000F
+    x = (x | (x << 6)) & 0x03030303
+    return (x | (x << 3)) & 0x11111111
+
+
+@triton.jit
+def store_by_chunks(blocks, c, holders, leads, size, CHUNK: tl.constexpr):
+    """Write packed blocks in an order in which a CHUNK has few blocks of one member."""
+    # a key: number of members in the chunk that chose the block too, block, and mask of the members
+    # that chose it, in 4, 18 and 8 bits; `none` is above all keys
+    none = 0x40000000
+    key = tl.where(leads, (c << 8) | holders, none)
+    spread_holders = tl.where(leads, spread_bits(holders), 0)
+    for first in range(0, size, CHUNK):
+        used = size * 0
+        for j in tl.static_range(CHUNK):
+            score = key
+            if j > 0:
+                shared = ((spread_holders & used) * 0x11111111).to(tl.uint32, bitcast=True) >> 28
+                score += shared.to(tl.int32) << 26
+            best = tl.min(score, 0) & 0x3FFFFFF
+            key = tl.where(key == best, none, key)
+            used |= spread_bits(best & 0xFF)
+            packed = ((best & 0xFF).to(tl.int64) << 32) | (best >> 8)
+            tl.store(blocks + first + j, packed, mask=first + j < size)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def nsa_selected_union(
+    block_indices, blocks, counts, shared, shared_counts, starts, start, T, n, limit, shared_limit,
+    groups, all_members, cost, F: tl.constexpr,
+):  # fmt: skip
+    """One program: GROUPS groups of MEMBERS members. With OVERLAPPING writes each group's union if
+    it has fewer than 1 / cost of the members' blocks, and its size, else 0. With a CHUNK also
+    writes the shared union of all groups and its size: -1 - size, for `nsa_selected_union_settle`,
+    if every group has a union; otherwise no group has one."""
+    MEMBERS: tl.constexpr = F.MEMBERS
+    SLOTS: tl.constexpr = F.SLOTS
+    ALL: tl.constexpr = F.GROUPS * MEMBERS * SLOTS
+    program, br, programs, _brs = steps.grid_position(F.FLIPPED)
+    b, r = (br // F.R).to(tl.int64), br % F.R
+    if F.RAGGED:
+        start = tl.load(starts + b).to(tl.int32)
+    first = program * (F.GROUPS * MEMBERS * F.STRIDE) - start % F.STRIDE
+    i = tl.arange(0, ALL)
+    member = i // SLOTS
+    c = load_blocks(block_indices, b, r, first + member * F.STRIDE, i % SLOTS, T, F.R, n)
+    holders = tl.full([ALL], 0, tl.int32)
+    # few loops are unrolled: a program runs once, and unrolled code would have to be fetched
+    for peer in range(0, all_members):
+        same, token = c < -1, first + peer * F.STRIDE
+        for first_slot in range(0, n, 4):
+            for j in tl.static_range(4):
+                same |= c == load_blocks(block_indices, b, r, token, first_slot + j, T, F.R, n)
+        holders |= tl.where(same, 1 << peer, 0)
+
+    lower_members = (1 << member) - 1
+    line = br.to(tl.int64)
+    if F.CHUNK > 0:
+        # a block belongs to the first member that chose it
+        leads = (c >= 0) & ((holders & lower_members) == 0)
+        size = tl.sum(leads.to(tl.int32), 0)
+    if F.OVERLAPPING:
+        group_number = member // MEMBERS
+        members = (holders >> (group_number * MEMBERS)) & ((1 << MEMBERS) - 1)
+        leads_group = (c >= 0) & ((members & (lower_members >> (group_number * MEMBERS))) == 0)
+        GROUP_SHAPE: tl.constexpr = (F.GROUPS, MEMBERS * SLOTS)
+        group = program * F.GROUPS + tl.arange(0, F.GROUPS)
+        sizes = tl.sum(tl.reshape(leads_group.to(tl.int32), GROUP_SHAPE), 1)
+        num_chosen = tl.sum(tl.reshape((c >= 0).to(tl.int32), GROUP_SHAPE), 1)
+        sizes = tl.where(sizes * cost < num_chosen, sizes, 0)
+        if F.CHUNK > 0:
+            all_overlap = tl.min(tl.where(group < groups, sizes, 1), 0) > 0
+            sizes = tl.where(all_overlap, sizes, 0)
+        tl.store(counts + line * groups + group, sizes, mask=group < groups)
+        if tl.max(sizes, 0) > 0:
+            offset = tl.cumsum(tl.reshape(leads_group.to(tl.int32), GROUP_SHAPE), 1) - 1
+            offset += ((line * groups + group) * limit)[:, None]
+            packed = tl.reshape((members.to(tl.int64) << 32) | c, GROUP_SHAPE)
+            mask = tl.reshape(leads_group, GROUP_SHAPE) & (sizes > 0)[:, None]
+            tl.store(blocks + offset, packed, mask=mask)
+    if F.CHUNK > 0:
+        line = line * programs + program
+        store_by_chunks(shared + line * shared_limit, c, holders, leads, size, F.CHUNK)
+        if F.OVERLAPPING:
+            size = tl.where(all_overlap, -1 - size, size)
+        tl.store(shared_counts + line, size)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def nsa_selected_union_settle(counts, shared_counts, groups, shared_groups, BLOCK: tl.constexpr):
+    """One program. If groups of at least half of the shared unions have unions, they keep these and
+    the shared ones get size -1. Otherwise no group keeps a union."""
+    i = tl.arange(0, BLOCK)
+    overlapping = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, shared_groups, BLOCK):
+        size = tl.load(shared_counts + first + i, mask=first + i < shared_groups, other=0)
+        overlapping += (size < 0).to(tl.int32)
+    few = tl.sum(overlapping, 0) < shared_groups - tl.sum(overlapping, 0)
+    for first in range(0, shared_groups, BLOCK):
+        size = tl.load(shared_counts + first + i, mask=first + i < shared_groups, other=0)
+        size = tl.where(size < 0, tl.where(few, -1 - size, -1), size)
+        tl.store(shared_counts + first + i, size, mask=first + i < shared_groups)
+    for first in range(0, tl.where(few, groups, 0), BLOCK):
+        tl.store(counts + first + i, tl.zeros([BLOCK], tl.int32), mask=first + i < groups)
+
+
+def allocate(selection: launch.Selection, members: int, limit: int, cost: float = 0.0) -> Unions:
+    """Unions of `members` members each, of `limit` blocks at most."""
+    indices = selection.block_indices
+    B, _T, R, _n = indices.shape
+    groups = launch.cdiv(selection.aligned, members * selection.stride)
+    blocks = indices.new_empty(B, R, groups, limit, dtype=torch.int64)
+    counts = indices.new_empty(B, R, groups, dtype=torch.int32)
+    return Unions(blocks, counts, members, cost)
+
+
+def write_unions(
+    selection: launch.Selection, unions: Unions | None, shared: Unions | None = None
+) -> None:
+    """Writes the unions of groups with enough overlap, if any, and the `shared` unions."""
+    whole = unions if shared is None else shared
+    if whole is None:
+        return
+    (B, T, R, n), groups = selection.block_indices.shape, unions or whole
+    slots, chunk = launch.next_power_of_2(n), 0 if shared is None else CHUNK
+    grid, flipped = launch.grid(whole.counts.shape[2], B * R)
+    settings = UnionSettings(
+        R, groups.members, whole.members // groups.members, selection.stride, slots, chunk,
+        unions is not None, selection.starts is not None, flipped,
+    )  # fmt: skip
+    launcher(nsa_selected_union, grid)(
+        selection.block_indices, groups.blocks, groups.counts, whole.blocks, whole.counts,
+        selection.starts, selection.start, T, n, groups.blocks.shape[3], whole.blocks.shape[3],
+        groups.counts.shape[2], whole.members, groups.cost, settings,
+        num_warps=1 if whole.members * slots <= (128 if chunk else WARP_INDICES) else 4,
+    )  # fmt: skip
+    if shared is not None and unions is not None:
+        launcher(nsa_selected_union_settle, (1,))(
+            unions.counts, shared.counts, unions.counts.numel(), shared.counts.numel(),
+            BLOCK=2048, num_warps=8,
+        )  # fmt: skip
+
+
+def allocate_unions(inputs: Inputs) -> Unions | None:
+    """The unwritten unions of a call; None if unions cannot be faster."""
+    facts, n = inputs.facts, inputs.facts.F.n
+    rule = launch.union_rule(facts.rows, facts.dtype)
+    if rule is None or facts.F.GATES or not n:
+        return None
+    few = (
+        facts.B * facts.F.R * launch.cdiv(facts.aligned, rule.members * facts.F.stride)
+        < rule.min_groups
+    )
+    if few or rule.members * facts.F.SLOTS**2 > MAX_COMPARISONS:
+        return None
+    # a larger union is slower than its members
+    limit = min(int(rule.members * n / rule.cost) + 1, rule.members * n)
+    return allocate(inputs.selection, rule.members, limit, float(rule.cost))
 
 
 @triton.jit
@@ -267,32 +463,31 @@ KERNELS = {"forward": nsa_selected_fwd_query_major, "dq": nsa_selected_dq_query_
 
 @functools.lru_cache(maxsize=256)
 def plan(
-    kernel: str, facts: Facts, members: int, limit: int, is_union: bool,
-    has_norms: bool = False, add: bool = False, combine: bool = False, gated: bool = False,
-) -> launch.Plan:  # fmt: skip
+    kernel: str, facts: Facts, members: int, limit: int, has_norms: bool = False, **flags: bool
+) -> launch.Plan:
     """The launch of "forward" or "dq": of groups of `members` that have a union of up to `limit`
-    blocks if `is_union`, else of the other groups."""
-    F, s = facts.F, facts.F.s
+    blocks, or with a limit of 0 of the other groups."""
+    F, s, is_union = facts.F, facts.F.s, limit > 0
     # the largest number of tokens that divides the stride and fits in a tile
     max_rows = launch.architecture().query_major_rows
     fitting = (t for t in range(1, F.stride + 1) if F.stride % t == 0 and t * F.G <= max_rows)
     tokens = max(fitting, default=1)
     if is_union:
         tokens, F = tokens * members, F._replace(n=limit)
-    tile = launch.query_major_tile(kernel, facts.width, tokens * F.G, facts.dtype, is_union)
+    tile = launch.query_major_tile(kernel, max(F.D, F.E), tokens * F.G, facts.dtype, is_union)
     block_n, block_s = tile.block_n, launch.next_power_of_2(s)
     grid, flipped = launch.grid(launch.cdiv(facts.aligned, tokens), facts.B * F.R)
     # a tile has TOKENS tokens, a group MEMBERS members of `stride` tokens
-    F = settings(
-        F, BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_S=block_s, TOKENS=tokens,
-        MEMBERS=members, UNION=is_union,
+    F = F._replace(
+        BLOCK_M=tile.block_m, BLOCK_N=block_n, BLOCK_S=block_s, TOKENS=tokens, MEMBERS=members,
+        UNION=is_union,
         # TMA reads blocks that are a multiple of a tile
         TMA=facts.tma and block_n <= min(block_s, launch.MAX_BOX_ROWS),
         # a row sees all keys of a tile or none
         WHOLE=block_n <= block_s == s and facts.whole,
         # small tiles wait for keys, not for the running maximum
         BOUNDED=has_norms and not F.GATES and tile.block_m >= BOUNDED_ROWS,
-        ADD=add, COMBINE=combine, GATED=gated, FLIPPED=flipped,
+        FLIPPED=flipped, **flags,
     )  # fmt: skip
     num_stages = tile.num_stages
     if F.GATES and kernel == "forward":  # gates take shared memory in every stage, as keys do
@@ -310,42 +505,41 @@ def launch_tiles(
 ) -> None:
     """Launch "forward" or "dq" for groups without a union, unless `only_unions`, and with one."""
     q, k, v, facts = inputs.q, inputs.k, inputs.v, inputs.facts
-    blocks, counts, groups, limit, members, _ = unions or (None, None, 0, 0, 1, 0.0)
-    for is_union in (False, True)[only_unions : 1 if unions is None else 2]:
-        step = plan(kernel, facts, members, limit, is_union, **flags)
+    blocks, counts, members, _ = unions or (None, None, 1, 0.0)
+    limits = [] if only_unions else [0]
+    if blocks is not None:
+        limits.append(blocks.shape[3])
+    for limit in limits:
+        step = plan(kernel, facts, members, limit, **flags)
         F = step.args["F"]
         launcher(KERNELS[kernel], step.grid)(
             q=launch.strided(q), k=launch.box(k, F.BLOCK_N) if F.TMA else k,
             v=launch.box(v, F.BLOCK_N) if F.TMA else v, k_strides=k.stride()[:3],
-            v_strides=v.stride()[:3], index=inputs.index(blocks if is_union else None, counts),
-            T=facts.T, S=facts.S, start=inputs.selection.start, groups=groups, **args, **step.args,
+            v_strides=v.stride()[:3], index=inputs.index(blocks if limit else None, counts),
+            T=facts.T, S=facts.S, start=inputs.selection.start,
+            groups=0 if counts is None else counts.shape[2], **args, **step.args,
         )  # fmt: skip
 
 
 def forward(
     inputs: Inputs,
-    partial: tuple[Tensor, Tensor] | None = None,
-    unions: Unions | None = None,
-    outputs: tuple[Tensor, Tensor] | None = None,
-    norms: Tensor | None = None,
-    combine_inputs: launch.CombineInputs | None = None,
-) -> tuple[Tensor, Tensor]:
-    """out [B T H E] and lse [B T H]; accumulates in place into `partial`. With `outputs`, in which
-    another kernel writes most groups, writes only those that have a union."""
-    out, lse = outputs or partial or launch.empty_outputs(inputs.q, inputs.v)
-    flags = dict(
-        has_norms=norms is not None, add=partial is not None, combine=combine_inputs is not None
-    )
+    unions: Unions | None,
+    norms: Tensor | None,
+    outputs: dict[str, Any],
+    only_unions: bool = False,
+    **flags: bool,
+) -> None:
+    """Writes `outputs`, the arguments of that name of the kernel; `only_unions` if another kernel
+    writes the groups without a union."""
     launch_tiles(
-        "forward", inputs, unions, flags, outputs is not None, norms=norms, out=out, lse=lse,
-        combine=combine_group(combine_inputs), scale_log2=inputs.scale * launch.LOG2_E,
-        cap=launch.cap(inputs.selection.soft_cap),
+        "forward", inputs, unions, dict(has_norms=norms is not None, **flags), only_unions,
+        norms=norms, scale_log2=inputs.scale * launch.LOG2_E,
+        cap=launch.cap(inputs.selection.soft_cap), **outputs,
     )  # fmt: skip
-    return out, lse
 
 
 def backward_q(
-    inputs: Inputs, bwd: launch.BackwardInputs, dq: launch.Accumulator, unions: Unions | None = None
+    inputs: Inputs, bwd: launch.BackwardInputs, dq: launch.Accumulator, unions: Unions | None
 ) -> Tensor | None:
     """Accumulates dq and returns the gradient of the gates."""
     q, F, d_gates = inputs.q, inputs.facts.F, None
@@ -353,7 +547,7 @@ def backward_q(
         d_gates = q.new_zeros(*q.shape[:3], F.n, dtype=torch.float32)
     dq_out, add = dq.next_launch()
     launch_tiles(
-        "dq", inputs, unions, dict(add=add, gated=bwd.gated), dq=dq_out, d_gates=d_gates,
+        "dq", inputs, unions, dict(ADD=add, GATED=bwd.gated), dq=dq_out, d_gates=d_gates,
         bwd=Backward(bwd.d_out, bwd.lse, bwd.delta), scale=inputs.scale,
         cap=launch.cap(inputs.selection.soft_cap, log2=False),
     )  # fmt: skip

@@ -13,6 +13,7 @@ A branch on such a value diverges by warp and must not contain a barrier of seve
 from __future__ import annotations
 
 from collections import namedtuple
+from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -27,9 +28,9 @@ from ..common import gluon_sm90 as hopper
 from ..common import launch
 from ..common import primitives as steps
 from ..common.precompile import launcher
-from . import union
-from .inputs import Inputs, combine_group, settings
-from .union import Unions
+from . import query_major
+from .inputs import Inputs
+from .query_major import Unions
 
 # one compiled kernel for all lengths
 LENGTHS = ["T", "limit", "groups", "tiles"]
@@ -39,17 +40,17 @@ CONSUMERS, WARPS = gl.constexpr(2), gl.constexpr(4)
 # rows of a warp, which has one member
 ROWS, MEMBERS = 16, CONSUMERS.value * WARPS.value
 # blocks of a chunk; chunks of the ring; keys of a product; registers of a consumer thread
-CHUNK, CHUNKS, SLICE = gl.constexpr(union.CHUNK), gl.constexpr(2), gl.constexpr(16)
+CHUNK, CHUNKS, SLICE = gl.constexpr(query_major.CHUNK), gl.constexpr(2), gl.constexpr(16)
 REGISTERS = gl.constexpr(208)
 # cost of a union's block, at least: groups overlap if their members have more than this many times
 # the union's blocks. On an H200 both kernels took as long if two of four members were equal
 OVERLAPPING = 2.0
-# supported: slots of a head group; blocks of keys below the limit of `union.store_by_chunks`
+# supported: slots of a head group; blocks of keys below the limit of `query_major.store_by_chunks`
 MAX_SLOTS, MAX_BLOCKS = 32, 1 << 18
 # tiles of a multiprocessor at least: with fewer, too many are idle during the last tiles
 MIN_TILES_PER_SM = 8
 
-# tensors of `union.Unions` and their sizes; `tiles` are all unions
+# tensors of `query_major.Unions` and their sizes; `tiles` are all unions
 Tiles = namedtuple("Tiles", "blocks counts limit groups tiles")
 # slots of keys and values, and a full barrier per chunk
 Ring = namedtuple("Ring", "k v full")
@@ -282,31 +283,23 @@ def is_supported(inputs: Inputs) -> bool:
 def allocate_shared(inputs: Inputs) -> Unions | None:
     """Shared unions, unwritten; None if the kernel does not support the call."""
     limit = min(MEMBERS * inputs.facts.F.n, inputs.facts.C)
-    return union.allocate(inputs.selection, MEMBERS, limit) if is_supported(inputs) else None
+    return query_major.allocate(inputs.selection, MEMBERS, limit) if is_supported(inputs) else None
 
 
 def forward(
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    add: bool,
-    norms: Tensor | None,
-    combine_inputs: launch.CombineInputs | None,
-    unions: Unions,
+    inputs: Inputs, unions: Unions, norms: Tensor | None, outputs: dict[str, Any], **flags: bool
 ) -> None:
-    """Writes out and lse over the top-n blocks of groups without unions of their own, with `add`
-    combined with their previous values."""
-    q, facts, F, tiles = inputs.q, inputs.facts, inputs.facts.F, unions.counts.numel()
+    """Writes `outputs`, the arguments of that name of the kernel, of groups without unions of their
+    own."""
+    q, F, tiles = inputs.q, inputs.facts.F, unions.counts.numel()
     box, q_box = [1, F.s, 1, F.D], [1, WARPS.value * F.stride, ROWS // F.stride, F.D]
     if not tiles:
         return
-    F = settings(
-        F, BOUNDED=norms is not None, ADD=add, COMBINE=combine_inputs is not None
-    )  # fmt: skip
-    keys, values = (launch.gluon_box(t, box) for t in (inputs.k, inputs.v))
     # a program fills a multiprocessor
     launcher(nsa_selected_fwd_union_sm90, (min(tiles, launch.multiprocessors(q.device)),))(
-        launch.gluon_box(q, q_box), keys, values, norms, unions.blocks, unions.counts, out, lse,
-        combine_group(combine_inputs), facts.T, unions.limit, unions.groups, tiles,
-        inputs.scale * launch.LOG2_E, F, num_warps=WARPS.value,
+        q=launch.gluon_box(q, q_box), k=launch.gluon_box(inputs.k, box),
+        v=launch.gluon_box(inputs.v, box), norms=norms, blocks=unions.blocks, counts=unions.counts,
+        **outputs, T=inputs.facts.T, limit=unions.blocks.shape[3], groups=unions.counts.shape[2],
+        tiles=tiles, scale_log2=inputs.scale * launch.LOG2_E,
+        F=F._replace(BOUNDED=norms is not None, **flags), num_warps=WARPS.value,
     )  # fmt: skip

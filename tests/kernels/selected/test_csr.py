@@ -10,7 +10,7 @@ from tests.helpers.budget import DEVICE
 
 pytest.importorskip("triton")
 from native_sparse_attention.kernels.common import launch
-from native_sparse_attention.kernels.selected import csr
+from native_sparse_attention.kernels.selected import key_major
 from native_sparse_attention.kernels.selected.inputs import Inputs
 
 pytestmark = pytest.mark.kernels
@@ -32,7 +32,8 @@ CASES = [
 @pytest.fixture(autouse=True)
 def numbered(monkeypatch, runnable):
     """As on a GPU, also in the interpreter."""
-    monkeypatch.setattr(csr, "COUNT_PAIRS", interpreter.OWN.get("COUNT_PAIRS", csr.COUNT_PAIRS))
+    if interpreter.OWN:
+        monkeypatch.setattr(key_major, "COUNT_PAIRS", interpreter.OWN["COUNT_PAIRS"])
 
 
 @pytest.mark.parametrize("longest", [False, True])
@@ -49,7 +50,7 @@ def test_pairs_and_work_tiles(case, longest):
     block = torch.where(block_indices >= 0, line[..., None] * C + block_indices, -1).view(-1)
     order = block.argsort(stable=True)
     order = order[block[order] >= 0]
-    table = csr.CSR(block_indices, K, C, tile_pairs, length, heads, longest)
+    table = key_major.CSR(block_indices, K, C, tile_pairs, length, heads, longest)
     table.write(block_indices)
     chunks = list(table.chunks())
     expected = [(h, t) for h in range(0, K, heads) for t in range(0, T, length)]
@@ -79,9 +80,9 @@ def test_pairs_and_work_tiles(case, longest):
         numbers = torch.arange(count, device=DEVICE) - first_tiles[owners]
         if longest:
             lengths = (chunk_counts[owner] - ordinals * tile_pairs).clamp(max=tile_pairs)
-            together = owner // csr.TILE_BLOCKS
+            together = owner // key_major.TILE_BLOCKS
             assert (together.diff() >= 0).all()
-            shorter = lengths.diff() < tile_pairs / csr.CLASSES
+            shorter = lengths.diff() < tile_pairs / key_major.CLASSES
             assert (shorter | (together.diff() > 0)).all()
             work_tiles = work_tiles.unique(dim=0)
         assert torch.equal(work_tiles, torch.stack((owners, numbers), 1))
@@ -90,9 +91,9 @@ def test_pairs_and_work_tiles(case, longest):
 
 
 def test_more_slots_than_a_split_has_pairs():
-    slots = torch.arange(csr.SPLIT_PAIRS + 8, device=DEVICE, dtype=torch.int32) % 4
+    slots = torch.arange(key_major.SPLIT_PAIRS + 8, device=DEVICE, dtype=torch.int32) % 4
     block_indices = slots.expand(1, 3, 1, -1).contiguous()
-    table = csr.CSR(block_indices, 1, 4, 1 << 14, 3, 1)
+    table = key_major.CSR(block_indices, 1, 4, 1 << 14, 3, 1)
     table.write(block_indices)
     assert torch.equal(table.pairs.long(), block_indices.reshape(-1).argsort(stable=True))
 
@@ -106,13 +107,13 @@ def test_memory_of_chunks(H, K, T, kernel):
     q, k = (torch.empty(1, T, heads, 128, device="meta") for heads in (H, K))
     block_indices = torch.empty(1, T, K, n, dtype=torch.int32, device="meta")
     selection = launch.Selection(block_indices, 64, 1, 2, True)
-    table = csr.allocate(Inputs(q, k, k, selection, 0.1), kernel, H // K)
+    table = key_major.allocate(Inputs(q, k, k, selection, 0.1), kernel, H // K)
     chunks, heads = list(table.chunks()), table.heads
     assert sum(chunk.length for chunk in chunks) * heads == T * K
     first = chunks[0]
-    ratio, tokens, most = launch.row(csr.BUDGETS[kernel], H // K)
+    ratio, tokens, most = launch.row(key_major.BUDGETS[kernel], H // K)
     # tokens whose partial results, of all heads, may be kept
-    allowed = int(max(min(max(ratio * T / n, tokens), most * T / n), csr.MIN_TOKENS))
+    allowed = int(max(min(max(ratio * T / n, tokens), most * T / n), key_major.MIN_TOKENS))
     assert first.length * heads <= allowed * K
     if kernel == "forward":
         assert heads == K

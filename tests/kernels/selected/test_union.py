@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.common.launch import Selection, UnionRule
-from native_sparse_attention.kernels.selected import query_major, union
+from native_sparse_attention.kernels.selected import query_major
 from native_sparse_attention.kernels.selected.inputs import Inputs
 
 pytestmark = pytest.mark.kernels
@@ -30,12 +30,12 @@ def allocate_unions(selection, H, dtype=torch.float16):
     """Unions of a call; None without unions."""
     B, T, R, _ = selection.block_indices.shape
     q, k = (torch.empty(B, T, heads, 16, dtype=dtype, device=DEVICE) for heads in (H, R))
-    return union.allocate_unions(Inputs(q, k, k, selection, 0.1))
+    return query_major.allocate_unions(Inputs(q, k, k, selection, 0.1))
 
 
 def make_unions(selection, H):
     unions = allocate_unions(selection, H)
-    union.write_unions(selection, unions)
+    query_major.write_unions(selection, unions)
     return unions
 
 
@@ -144,13 +144,13 @@ if CUDA:
 )
 def test_selected(monkeypatch, dtype, heads, settings):
     """Groups with a union and groups without in one call; twice the same, bit for bit."""
-    counts, write = [], union.write_unions
+    counts, write = [], query_major.write_unions
 
     def record(selection, unions, *args):
         write(selection, unions, *args)
         counts.append((unions.counts > 0).tolist())
 
-    monkeypatch.setattr(union, "write_unions", record)
+    monkeypatch.setattr(query_major, "write_unions", record)
     monkeypatch.setattr(query_major, "plan", query_major.plan.__wrapped__)  # not cached
     B, T, S, n, s = (2, 301, 504, 13, 4) if CUDA else (1, 14, 60, 3, 4)
     at = {"num_initial": 0, "num_local": 1, "causal": True, "stride": 1, "starts": None}
@@ -196,8 +196,8 @@ def test_selected(monkeypatch, dtype, heads, settings):
 
 
 def write_shared(selection, blocks, unions=None):
-    shared = union.allocate(selection, 8, min(8 * selection.block_indices.shape[3], blocks))
-    union.write_unions(selection, unions, shared)
+    shared = query_major.allocate(selection, 8, min(8 * selection.block_indices.shape[3], blocks))
+    query_major.write_unions(selection, unions, shared)
     return shared
 
 
@@ -221,7 +221,8 @@ def test_shared(n, T, blocks):
     unions = write_shared(selection, blocks)
 
     def conflicts(members):
-        chunks = [members[i : i + union.CHUNK] for i in range(0, len(members), union.CHUNK)]
+        size = query_major.CHUNK
+        chunks = [members[i : i + size] for i in range(0, len(members), size)]
         return sum((a & b) > 0 for some in chunks for a, b in itertools.combinations(some, 2))
 
     ordered, by_block = 0, 0
@@ -249,7 +250,8 @@ def test_shared_and_overlapping(most):
     members = expected(selection, UnionRule(8, 0.0, min_groups=0))
 
     def halves(b, r, group):
-        return [(b, r, half) for half in range(2 * group, min(2 * group + 2, alone.groups))]
+        last = min(2 * group + 2, alone.counts.shape[2])
+        return [(b, r, half) for half in range(2 * group, last)]
 
     left = {place for place in members if all(alone.counts[half] > 0 for half in halves(*place))}
     assert 0 < len(left) < len(members) and (2 * len(left) >= len(members)) == most
