@@ -451,18 +451,6 @@ class BackwardInputs:
 
 
 @dataclass(frozen=True)
-class CombineInputs:
-    """Inputs for a kernel of the selected branch that also writes the layer's output: outputs of
-    the other branches [B T H E], gates [B T H 3], and `out` for the layer's output. All but the
-    gates are contiguous. A kernel can do so if one program owns a whole row."""
-
-    cmp: Tensor
-    win: Tensor
-    gates: Tensor
-    out: Tensor
-
-
-@dataclass(frozen=True)
 class Selection:
     """Blocks of `s` keys that a query attends to: its block indices [B T R n], the first
     `num_initial` blocks and, if causal, the last `num_local` up to its own. Tokens of an aligned

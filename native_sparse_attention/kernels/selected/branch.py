@@ -15,11 +15,12 @@ from torch import Tensor
 from .. import combine
 from ..common import launch, streams
 from ..common import primitives as steps
+from ..common.launch import Accumulator, BackwardInputs
 from ..common.precompile import launcher
 from ..common.reduce import reduce_partials
 from ..flash import flash
 from . import key_major, query_major
-from .inputs import Inputs, combine_group
+from .inputs import Args, Combine, Inputs
 
 
 def append_initial_blocks(selection: launch.Selection) -> launch.Selection:
@@ -43,22 +44,23 @@ def append_initial_blocks(selection: launch.Selection) -> launch.Selection:
     return replace(selection, block_indices=block_indices, gates=gates, num_initial=0)
 
 
-def forced_blocks(inputs: Inputs) -> dict[str, Any] | None:
+def forced_blocks(inputs: Inputs) -> Args | None:
     """Keys, values, KV range and prefix of the forced blocks; None without forced blocks."""
     k, v, selection, s = inputs.k, inputs.v, inputs.selection, inputs.selection.s
-    query_args: dict[str, Any] = dict(
-        start=selection.start, starts=selection.starts, documents=selection.documents,
-        soft_cap=selection.soft_cap,
+    kv_range = launch.KVRange(
+        steps.EVERYTHING.value, start=selection.start, starts=selection.starts,
+        documents=selection.documents, soft_cap=selection.soft_cap,
     )  # fmt: skip
     end = min(selection.num_initial * s, k.shape[1])
     prefix = (k[:, :end], v[:, :end]) if end else None
     if selection.causal and (end or selection.num_local):
-        query_args |= dict(reach=(selection.num_local - 1) * s, stride=s, floor=end)
-        kv_range = launch.KVRange(steps.LOCAL_BLOCKS.value, causal_prefix=True, **query_args)
+        kind, reach = steps.LOCAL_BLOCKS.value, (selection.num_local - 1) * s
+        kv_range = kv_range._replace(
+            kind=kind, reach=reach, stride=s, floor=end, causal_prefix=True
+        )
         return dict(k=k, v=v, kv_range=kv_range, prefix=prefix)
     if prefix is None:
         return None
-    kv_range = launch.KVRange(steps.EVERYTHING.value, **query_args)
     return dict(k=prefix[0], v=prefix[1], kv_range=kv_range, prefix=None)
 
 
@@ -67,11 +69,8 @@ def forced_blocks_in_window(
 ) -> tuple[tuple[Tensor, Tensor] | None, launch.KVRange | None]:
     """Prefix and KV range of the forced blocks if a causal window of w keys over the same k and v
     contains the local blocks: the window's kernel then runs both. Otherwise (None, None)."""
-    selection = inputs.selection
-    reach = selection.num_local * selection.s - 1
-    if not selection.causal or not selection.num_local or reach > w:
-        return None, None
-    forced = forced_blocks(inputs)
+    reach = inputs.selection.num_local * inputs.selection.s - 1
+    forced = forced_blocks(inputs) if inputs.selection.causal and 0 <= reach <= w else None
     return (None, None) if forced is None else (forced["prefix"], forced["kv_range"])
 
 
@@ -113,10 +112,11 @@ def valid_block_indices(selection: launch.Selection, S: int) -> Tensor:
     valid = torch.empty_like(block_indices, dtype=torch.int32)
     if valid.numel():
         bounds = (None, None) if documents is None else (documents.first, documents.last)
+        num_local = selection.num_local if selection.causal else None
         launcher(nsa_selected_valid_indices, (launch.cdiv(B * T * R, 64),))(
             block_indices, valid, selection.starts, *bounds, B * T * R, T, selection.start,
-            launch.cdiv(S, s), n, R, s, selection.num_initial,
-            selection.num_local if selection.causal else None, launch.next_power_of_2(n), 64,
+            launch.cdiv(S, s), n, R, s, selection.num_initial, num_local,
+            launch.next_power_of_2(n), 64,
         )  # fmt: skip
     return valid
 
@@ -143,9 +143,9 @@ class Plan(NamedTuple):
 def plan_forward(inputs: Inputs) -> Plan | None:
     """Choose the forward's kernels and allocate the workspaces that `run` writes; None if the
     forward is query-major without unions."""
-    shared = None
     if not inputs.selection.block_indices.numel():
         return None
+    shared = None
     if launch.supports_gluon(inputs.q):
         from . import union_sm90
 
@@ -154,7 +154,8 @@ def plan_forward(inputs: Inputs) -> Plan | None:
         return Plan(key_major.allocate(inputs, "forward", inputs.facts.F.G), is_key_major=True)
     unions = query_major.allocate_unions(inputs)
     if shared is not None and unions is not None:
-        unions = unions._replace(cost=max(unions.cost, union_sm90.OVERLAPPING))
+        cost = max(unions.cost, union_sm90.OVERLAPPING)
+        unions = unions._replace(cost=cost, has_others=False)
     return Plan(None, unions, shared) if shared is not None or unions is not None else None
 
 
@@ -162,12 +163,12 @@ def forward(
     inputs: Inputs,
     partial: tuple[Tensor, Tensor] | None,
     sinks: Tensor | None,
-    combine_inputs: launch.CombineInputs | None,
+    combined: Combine | None,
     norms: Tensor | None,
     plan: Plan | None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and natural lse [B T H]. `partial` holds out and lse of the forced blocks and
-    sinks, if known; the forward accumulates into them. With `combine_inputs` also writes the
+    sinks, if known; the forward accumulates into them. With `combined` also writes the
     layer's output. `norms` are the key norms, `plan` is the plan, which has run."""
     q, plan, has_topn = inputs.q, plan or Plan(), inputs.facts.F.n > 0
     forced = forced_blocks(inputs) if partial is None else None
@@ -178,24 +179,23 @@ def forward(
     if partial is None and is_begun:
         out.zero_()
         lse.fill_(float("-inf")) if sinks is None else lse.copy_(sinks)
-    outputs = dict(out=out, lse=lse, combine=combine_group(combine_inputs))
-    flags = dict(ADD=is_begun, COMBINE=combine_inputs is not None)
+    outputs = dict(out=out, lse=lse, combine=combined or Combine())
+    flags = dict(ADD=is_begun, COMBINE=combined is not None)
     if not has_topn:
-        if combine_inputs is not None:
-            outs = [combine_inputs.cmp, out, combine_inputs.win]
-            combine.forward(outs, combine_inputs.gates, combine_inputs.out)
+        if combined is not None:
+            combine.forward([combined.cmp, out, combined.win], combined.gates, combined.out)
     elif plan.csr is not None:
-        key_major.forward(inputs, plan.csr, outputs, **flags)
+        key_major.forward(inputs, plan.csr, outputs, flags)
     elif plan.shared is None:
-        query_major.forward(inputs, plan.unions, norms, outputs, **flags)
+        query_major.forward(inputs, plan.unions, norms, outputs, flags)
     else:
         from . import union_sm90
 
         with streams.forked(q.device) as side:
-            union_sm90.forward(inputs, plan.shared, norms, outputs, **flags)
+            union_sm90.forward(inputs, plan.shared, norms, outputs, flags)
             if plan.unions is not None:
                 with side:
-                    query_major.forward(inputs, plan.unions, norms, outputs, True, **flags)
+                    query_major.forward(inputs, plan.unions, norms, outputs, flags)
     return out, lse
 
 
@@ -203,7 +203,11 @@ def plan_backward(inputs: Inputs) -> Plan:
     """Choose the backward's kernels and allocate the workspaces that `run` writes."""
     if not inputs.facts.F.n:
         return Plan()
-    gluon, facts = key_major.gluon_kernels(inputs), inputs.facts
+    gluon, facts = None, inputs.facts
+    if launch.supports_gluon(inputs.q):
+        from . import key_major_sm90
+
+        gluon = key_major_sm90 if key_major_sm90.is_supported(inputs) else None
     if key_major.is_faster(inputs):
         step = key_major.plan("backward", facts, facts.T, facts.F.K, gluon is not None)
         csr = key_major.allocate(inputs, "backward", step["F"].KEY_TILES * facts.F.G)
@@ -213,14 +217,14 @@ def plan_backward(inputs: Inputs) -> Plan:
     return Plan(csr, query_major.allocate_unions(inputs), gluon=gluon)
 
 
-def forced_backward_q(inputs: Inputs, bwd: launch.BackwardInputs, dq: launch.Accumulator) -> None:
+def forced_backward_q(inputs: Inputs, bwd: BackwardInputs, dq: Accumulator) -> None:
     """Accumulates dq of the forced blocks."""
     forced = forced_blocks(inputs)
     if forced is not None:
         flash.backward_q(inputs.q, scale=inputs.scale, bwd=bwd, dq=dq, **forced)
 
 
-def forced_backward_kv(inputs: Inputs, bwd: launch.BackwardInputs) -> tuple[Tensor, Tensor]:
+def forced_backward_kv(inputs: Inputs, bwd: BackwardInputs) -> tuple[Tensor, Tensor]:
     """dk [B S K D] and dv [B S K E] of the forced blocks, in float32."""
     q, k, v, scale, forced = inputs.q, inputs.k, inputs.v, inputs.scale, forced_blocks(inputs)
     if forced is None:
@@ -233,7 +237,7 @@ def forced_backward_kv(inputs: Inputs, bwd: launch.BackwardInputs) -> tuple[Tens
 
 
 def topn_backward_q(
-    inputs: Inputs, bwd: launch.BackwardInputs, dq: launch.Accumulator, plan: Plan
+    inputs: Inputs, bwd: BackwardInputs, dq: Accumulator, plan: Plan
 ) -> Tensor | None:
     """Accumulates query-major dq of the top-n blocks. Returns the gates' gradient or None."""
     if plan.is_key_major or not inputs.facts.F.n:
@@ -243,14 +247,9 @@ def topn_backward_q(
 
 
 def topn_backward_kv(
-    inputs: Inputs,
-    bwd: launch.BackwardInputs,
-    dk: Tensor,
-    dv: Tensor,
-    dq: launch.Accumulator,
-    plan: Plan,
+    inputs: Inputs, bwd: BackwardInputs, dk: Tensor, dv: Tensor, dq: Accumulator, plan: Plan
 ) -> None:
     """Accumulates dk and dv of the top-n blocks, in float32; with a key-major plan also dq."""
     if plan.csr is not None:
-        sums = dk, dv, dq if plan.is_key_major else None
-        key_major.backward(inputs, bwd, plan.csr, *sums, plan.gluon)
+        dq_out = dq if plan.is_key_major else None
+        key_major.backward(inputs, bwd, plan.csr, plan.gluon, dk, dv, dq_out)

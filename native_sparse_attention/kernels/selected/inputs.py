@@ -17,6 +17,9 @@ from torch import Tensor
 
 from ..common import launch
 
+# arguments of a kernel or of its plan, by name
+Args = dict[str, Any]
+
 # block indices or unions, the sizes of the unions, the gates of slots, first positions of sequences
 # and last tokens of documents
 Index = namedtuple("Index", "blocks counts gates starts doc_last")
@@ -24,8 +27,11 @@ Index = namedtuple("Index", "blocks counts gates starts doc_last")
 Backward = namedtuple("Backward", "d_out lse delta")
 # dk and dv, and their partials
 Gradients = namedtuple("Gradients", "dk dv partial_dk partial_dv")
-# `launch.CombineInputs`, with the strides of gates [B T H 3]
-Combine = namedtuple("Combine", "cmp win gates out b t h branch")
+# for a kernel that also writes the layer's output, `out`, as it can if one program owns a row: the
+# other branches' outputs [B T H E], contiguous as `out`, and gates [B T H 3] with their strides
+Combine = namedtuple(
+    "Combine", "cmp win gates out b t h branch", defaults=(None, None, None, None, 0, 0, 0, 0)
+)
 # what a kernel is compiled for, `F`. The call: KV heads, head groups of G query heads each, slots
 # and their power of two, keys of a block. DIAGONAL: a query sees its own block up to itself. ENDS:
 # documents end before the last key. GATES are those of slots. POSITIVE is the scale
@@ -101,9 +107,3 @@ class Inputs:
             selection.block_indices if blocks is None else blocks, counts, selection.gates,
             selection.starts, documents.last if self.facts.F.ENDS and documents else None,
         )  # fmt: skip
-
-
-def combine_group(inputs: launch.CombineInputs | None) -> Combine:
-    if inputs is None:
-        return Combine(*(None,) * 4, *(0,) * 4)
-    return Combine(inputs.cmp, inputs.win, inputs.gates, inputs.out, *inputs.gates.stride())

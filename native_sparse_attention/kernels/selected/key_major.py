@@ -27,7 +27,7 @@ import math
 from collections import namedtuple
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -37,7 +37,7 @@ from torch import Tensor
 from ..common import launch
 from ..common import primitives as steps
 from ..common.precompile import launcher
-from .inputs import Backward, Facts, Gradients, Inputs
+from .inputs import Args, Backward, Facts, Gradients, Inputs
 from .query_major import gated_logits, visible_keys
 
 # pairs of a split, at least and per block; pairs counted at once, by so many warps; pairs scattered
@@ -45,7 +45,7 @@ from .query_major import gated_logits, visible_keys
 SPLIT_PAIRS, SPLIT_PER_BLOCK, COUNT_PAIRS, COUNT_WARPS, SCATTER_PAIRS = 1024, 4, 64, 1, 1024
 # blocks whose work tiles are sorted at once, splits whose counts are added at once, and length
 # classes of work tiles shorter than tile_pairs
-TILE_BLOCKS, TILE_SPLITS, CLASSES = 512, 16, 8
+TILE_BLOCKS, TILE_SPLITS, CLASSES = tl.constexpr(512), tl.constexpr(16), tl.constexpr(8)
 # reductions: rows of a program; keys of a program, fewer if blocks are few
 REDUCE_ROWS, DKV_KEYS = tl.constexpr(16), 64
 # one compiled kernel for all lengths
@@ -121,8 +121,7 @@ def nsa_csr_count(
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_csr_work_tiles(
     split_counts, offsets, partial_offsets, owner, ordinals, offsets_stride, C, splits, blocks,
-    tile_pairs, capacity, max_tiles, BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
-    CLASSES: tl.constexpr, LONGEST: tl.constexpr,
+    tile_pairs, capacity, max_tiles, LONGEST: tl.constexpr,
 ):  # fmt: skip
     """One program: a chunk of at most `capacity` pairs. Replaces counts by their exclusive prefix
     sums over splits; writes offsets and work tiles."""
@@ -133,14 +132,14 @@ def nsa_csr_work_tiles(
     split_counts += chunk * blocks * splits
     owner += chunk * max_tiles
     ordinals += chunk * max_tiles
-    for first in range(0, blocks, BLOCKS):
-        block = first + tl.arange(0, BLOCKS)
+    for first in range(0, blocks, TILE_BLOCKS):
+        block = first + tl.arange(0, TILE_BLOCKS)
         real = block < blocks
         # counts have the shape [lines, splits, C]
         first_count = block // C * C * splits + block % C
-        block_count = tl.zeros([BLOCKS], tl.int32)
-        for first_split in range(0, splits, SPLITS):
-            split = first_split + tl.arange(0, SPLITS)
+        block_count = tl.zeros([TILE_BLOCKS], tl.int32)
+        for first_split in range(0, splits, TILE_SPLITS):
+            split = first_split + tl.arange(0, TILE_SPLITS)
             offset = split_counts + first_count[None] + split[:, None] * C
             exists = (split < splits)[:, None] & real[None]
             count = tl.load(offset, mask=exists, other=0)
@@ -155,16 +154,14 @@ def nsa_csr_work_tiles(
         if LONGEST:  # full work tiles; the others follow by length class
             ordered_tiles = block_count // tile_pairs
             remainder = block_count - ordered_tiles * tile_pairs
-            length_class = tl.where(
-                remainder > 0, (tile_pairs - 1 - remainder) * CLASSES // tile_pairs, -1
-            )
+            length_class = (tile_pairs - 1 - remainder) * CLASSES // tile_pairs
+            length_class = tl.where(remainder > 0, length_class, -1)
             is_class = length_class[:, None] == tl.arange(0, CLASSES)[None]
             class_ranks = tl.cumsum(is_class.to(tl.int32), 0)
             class_counts = tl.sum(is_class.to(tl.int32), 0)
-            offset = (
-                work_tiles + tl.sum(ordered_tiles, 0) + tl.cumsum(class_counts, 0) - class_counts
-            )
-            offset = tl.sum(tl.where(is_class, offset[None] + class_ranks - 1, 0), 1)
+            offset = work_tiles + tl.sum(ordered_tiles, 0) + tl.cumsum(class_counts, 0)
+            offset = (offset - class_counts)[None] + class_ranks - 1
+            offset = tl.sum(tl.where(is_class, offset, 0), 1)
             tl.store(owner + offset, block, mask=remainder > 0)
             tl.store(ordinals + offset, ordered_tiles, mask=remainder > 0)
         offset = work_tiles + tl.cumsum(ordered_tiles, 0) - ordered_tiles
@@ -176,8 +173,8 @@ def nsa_csr_work_tiles(
         work_tiles += tl.sum(num_tiles, 0)
     tl.store(offsets + blocks, begin)
     tl.store(partial_offsets + blocks, partials)
-    for first in range(work_tiles, max_tiles, BLOCKS):
-        work_tile = first + tl.arange(0, BLOCKS)
+    for first in range(work_tiles, max_tiles, TILE_BLOCKS):
+        work_tile = first + tl.arange(0, TILE_BLOCKS)
         tl.store(owner + work_tile, tl.zeros_like(work_tile) + blocks, mask=work_tile < max_tiles)
 
 
@@ -269,8 +266,7 @@ class CSR:
         launcher(nsa_csr_work_tiles, (len(self.offsets),))(
             self.split_counts, self.offsets, self.partial_offsets, self.owner, self.ordinals,
             self.offsets.stride(0), C, splits, self.blocks, self.tile_pairs, self.capacity,
-            self.max_tiles, BLOCKS=TILE_BLOCKS, SPLITS=TILE_SPLITS, CLASSES=CLASSES,
-            LONGEST=self.longest, num_warps=16, num_stages=1,
+            self.max_tiles, self.longest, num_warps=16, num_stages=1,
         )  # fmt: skip
         launcher(nsa_csr_scatter, (lines, splits))(
             block_indices, self.pair_indices, self.split_counts, self.offsets, self.pairs,
@@ -278,15 +274,9 @@ class CSR:
         )  # fmt: skip
 
 
-class Budget(NamedTuple):
-    """Memory of a chunk's partial results relative to q. A chunk has at least `tokens` tokens, as
-    far as `max_ratio` allows."""
-
-    ratio: float
-    tokens: int = 0
-    max_ratio: float = math.inf
-
-
+# memory of a chunk's partial results relative to q. A chunk has at least `tokens` tokens, as far as
+# `max_ratio` allows
+Budget = namedtuple("Budget", "ratio tokens max_ratio", defaults=(math.inf,))
 # by query heads a KV head. `max_ratio` keeps a forward and a backward pass below 1.5 times the
 # memory of dense attention for few tokens too
 BUDGETS = {
@@ -333,20 +323,15 @@ def allocate(inputs: Inputs, kernel: str, pair_rows: int, pair_tokens: int = 1) 
 
 
 @triton.jit
-def load_work_tile(
-    k, v, index, csr, tile_pairs, start, S, C, head, key_tile, F: tl.constexpr
-):  # fmt: skip
+def load_work_tile(k, v, index, csr, tile_pairs, start, S, C, head, key_tile, F: tl.constexpr):
     """Block, first pair and end of this program's work tile, batch row, KV head and position of the
     first token; a tile of the block's keys and values, and their numbers j in the block."""
     block = tl.load(csr.owner + tl.program_id(0))
     ordinal = tl.load(csr.ordinals + tl.program_id(0)).to(tl.int64)
     begin = tl.load(csr.offsets + block) + ordinal * tile_pairs
     end = tl.minimum(begin + tile_pairs, tl.load(csr.offsets + block + 1))
-    block, begin, end = (
-        steps.large(block, F.WIDE),
-        steps.narrow(begin, F.WIDE),
-        steps.narrow(end, F.WIDE),
-    )
+    block = steps.large(block, F.WIDE)
+    begin, end = steps.narrow(begin, F.WIDE), steps.narrow(end, F.WIDE)
     b, h, c = block // C // F.HEADS, head + block // C % F.HEADS, block % C
     if F.RAGGED:
         start = tl.load(index.starts + b).to(tl.int32)
@@ -462,12 +447,9 @@ def nsa_selected_bwd_key_major(
             if F.DQ:
                 dq = tl.dot(tl.trans(ds_tile), k_tile, input_precision="ieee") * scale
                 # index of each row's pair within the chunk
-                pair = (
-                    i - steps.narrow(tl.load(csr.offsets), F.WIDE) + tl.arange(0, F.BLOCK_M) // F.G
-                )
-                offset = (
-                    steps.large(pair, F.WIDE) * F.KEY_TILES + key_tile
-                ) * F.G + query_head % F.G
+                origin = steps.narrow(tl.load(csr.offsets), F.WIDE)
+                pair = steps.large(i - origin + tl.arange(0, F.BLOCK_M) // F.G, F.WIDE)
+                offset = (pair * F.KEY_TILES + key_tile) * F.G + query_head % F.G
                 steps.store_rows(partial_dq, offset * F.D, dq, F.D, F.BLOCK_D, real, ONCE=True)
 
         dk_acc *= scale
@@ -540,9 +522,8 @@ def nsa_selected_reduce_out(
             real,
         )  # fmt: skip
     steps.store_rows(out, row * F.E, acc, F.E, F.BLOCK_E, real)
-    tl.store(
-        lse + row, tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453), mask=real
-    )
+    log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
+    tl.store(lse + row, log, mask=real)
 
 
 @triton.jit
@@ -599,15 +580,6 @@ def nsa_selected_reduce_dq(
     steps.store_rows(dq, row * F.D, acc, F.D, F.BLOCK_D, real)
 
 
-def gluon_kernels(inputs: Inputs) -> Any:
-    """The module of the Gluon backward if it supports a call, else None."""
-    if not launch.supports_gluon(inputs.q):
-        return None
-    from . import key_major_sm90
-
-    return key_major_sm90 if key_major_sm90.is_supported(inputs) else None
-
-
 def is_faster(inputs: Inputs) -> bool:
     """Whether forward and dq are key-major: query-major tiles would have few rows."""
     facts = inputs.facts
@@ -618,7 +590,7 @@ def is_faster(inputs: Inputs) -> bool:
 @functools.lru_cache(maxsize=256)
 def plan(
     kernel: str, facts: Facts, length: int, heads: int, is_gluon: bool = False, **flags: bool
-) -> dict[str, Any]:
+) -> Args:
     """How to launch "forward" or "backward" over a chunk of `length` tokens and `heads` heads."""
     F = facts.F
     tile = launch.key_major_tile(kernel, max(F.D, F.E), F.G, facts.dtype)
@@ -638,7 +610,7 @@ def plan(
     return dict(F=F, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
-def arguments(inputs: Inputs, csr: CSR, chunk: Chunk) -> dict[str, Any]:
+def arguments(inputs: Inputs, csr: CSR, chunk: Chunk) -> Args:
     """Arguments of both kernels over work tiles."""
     facts = inputs.facts
     q, k, v = (launch.strided(t) for t in (inputs.q, inputs.k, inputs.v))
@@ -648,7 +620,7 @@ def arguments(inputs: Inputs, csr: CSR, chunk: Chunk) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def forward(inputs: Inputs, csr: CSR, outputs: dict[str, Any], **flags: bool) -> None:
+def forward(inputs: Inputs, csr: CSR, outputs: Args, flags: Args) -> None:
     """Writes `outputs`, the arguments of that name of `nsa_selected_reduce_out`. Chunks have all
     heads."""
     facts, F, H = inputs.facts, inputs.facts.F, inputs.q.shape[2]
@@ -674,10 +646,10 @@ def backward(
     inputs: Inputs,
     bwd: launch.BackwardInputs,
     csr: CSR,
+    gluon: Any,
     dk: Tensor,
     dv: Tensor,
     dq: launch.Accumulator | None,
-    gluon: Any,
 ) -> None:
     """Accumulates dk [B S K D] and dv [B S K E] in float32, and dq if given, by the kernels of the
     module `gluon` if there are some. Pairs have several tokens only with these and without dq."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -27,7 +27,7 @@ from torch import Tensor
 from ..common import launch
 from ..common import primitives as steps
 from ..common.precompile import launcher
-from .inputs import Backward, Facts, Inputs
+from .inputs import Args, Backward, Facts, Inputs
 
 # comparisons of block indices of a program at most, and block indices of a one-warp program
 MAX_COMPARISONS, WARP_INDICES = 1 << 14, 256
@@ -45,13 +45,10 @@ UnionSettings = namedtuple(
 )
 
 
-class Unions(NamedTuple):
-    """Packed blocks of each group's union and their number, 0 for a group without a union."""
-
-    blocks: Tensor  # [B R groups limit] int64
-    counts: Tensor  # [B R groups] int32
-    members: int  # of a group
-    cost: float = 0.0  # of a block, relative to a block of one member
+# packed blocks [B R groups limit] of each group's union, and their number [B R groups], 0 for a
+# group without a union; the members of a group; the cost of a block, relative to a block of one
+# member; and whether query-major kernels also read the groups without a union
+Unions = namedtuple("Unions", "blocks counts members cost has_others", defaults=(0.0, True))
 
 
 @triton.jit
@@ -496,19 +493,12 @@ def plan(
 
 
 def launch_tiles(
-    kernel: str,
-    inputs: Inputs,
-    unions: Unions | None,
-    flags: dict[str, bool],
-    only_unions: bool = False,
-    **args: Any,
+    kernel: str, inputs: Inputs, unions: Unions | None, flags: Args, **args: Any
 ) -> None:
-    """Launch "forward" or "dq" for groups without a union, unless `only_unions`, and with one."""
+    """Launch "forward" or "dq" for groups without a union and with one."""
     q, k, v, facts = inputs.q, inputs.k, inputs.v, inputs.facts
-    blocks, counts, members, _ = unions or (None, None, 1, 0.0)
-    limits = [] if only_unions else [0]
-    if blocks is not None:
-        limits.append(blocks.shape[3])
+    blocks, counts, members, _, has_others = unions or (None, None, 1, 0.0, True)
+    limits = ([0] if has_others else []) + ([] if blocks is None else [blocks.shape[3]])
     for limit in limits:
         step = plan(kernel, facts, members, limit, **flags)
         F = step.args["F"]
@@ -522,19 +512,13 @@ def launch_tiles(
 
 
 def forward(
-    inputs: Inputs,
-    unions: Unions | None,
-    norms: Tensor | None,
-    outputs: dict[str, Any],
-    only_unions: bool = False,
-    **flags: bool,
+    inputs: Inputs, unions: Unions | None, norms: Tensor | None, outputs: Args, flags: Args
 ) -> None:
-    """Writes `outputs`, the arguments of that name of the kernel; `only_unions` if another kernel
-    writes the groups without a union."""
+    """Writes `outputs`, the arguments of that name of the kernel."""
     launch_tiles(
-        "forward", inputs, unions, dict(has_norms=norms is not None, **flags), only_unions,
-        norms=norms, scale_log2=inputs.scale * launch.LOG2_E,
-        cap=launch.cap(inputs.selection.soft_cap), **outputs,
+        "forward", inputs, unions, flags | dict(has_norms=norms is not None), norms=norms,
+        scale_log2=inputs.scale * launch.LOG2_E, cap=launch.cap(inputs.selection.soft_cap),
+        **outputs,
     )  # fmt: skip
 
 

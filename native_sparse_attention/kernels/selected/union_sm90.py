@@ -13,7 +13,6 @@ A branch on such a value diverges by warp and must not contain a barrier of seve
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -29,7 +28,7 @@ from ..common import launch
 from ..common import primitives as steps
 from ..common.precompile import launcher
 from . import query_major
-from .inputs import Inputs
+from .inputs import Args, Inputs
 from .query_major import Unions
 
 # one compiled kernel for all lengths
@@ -287,7 +286,7 @@ def allocate_shared(inputs: Inputs) -> Unions | None:
 
 
 def forward(
-    inputs: Inputs, unions: Unions, norms: Tensor | None, outputs: dict[str, Any], **flags: bool
+    inputs: Inputs, unions: Unions, norms: Tensor | None, outputs: Args, flags: Args
 ) -> None:
     """Writes `outputs`, the arguments of that name of the kernel, of groups without unions of their
     own."""

@@ -268,7 +268,6 @@ def forward_branches(
     ranked unless given. Writes the output of three to `out`."""
     from ...kernels.common import streams
     from ...kernels.common.key_norms import key_norms
-    from ...kernels.common.launch import CombineInputs
     from ...kernels.flash import flash
     from ...kernels.selected import branch as selected
 
@@ -335,7 +334,8 @@ def forward_branches(
             partial = tuple(inner_outputs) or None
     combined = None
     if not is_single and out is not None:
-        combined = CombineInputs(out_cmp, out_win, t.branch_gates, out)
+        gates = t.branch_gates
+        combined = selected.Combine(out_cmp, out_win, gates, out, *gates.stride())
     sink = sink_of["selected"]
     out_sel, lse_sel = selected.forward(inputs, partial, sink, combined, norms, plan)
     if is_single:

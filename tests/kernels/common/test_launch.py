@@ -215,7 +215,8 @@ HOPPER = {
 
 def is_served(kernel, at, q, k, v):
     from native_sparse_attention.kernels.flash import flash, flash_sm90
-    from native_sparse_attention.kernels.selected import key_major, union_sm90
+    from native_sparse_attention.kernels.selected import key_major_sm90, union_sm90
+    from native_sparse_attention.kernels.selected.inputs import Inputs
 
     if kernel == "flash":
         starts = torch.zeros(1, dtype=torch.int32) if at["ragged"] else None
@@ -233,10 +234,8 @@ def is_served(kernel, at, q, k, v):
         lists, at["s"], 1, at["local"], at["causal"], stride=at["stride"], soft_cap=at["soft_cap"],
         gates=torch.ones_like(lists) if at["gated"] else None,
     )  # fmt: skip
-    inputs = key_major.Inputs(q, k, v, selection, at["scale"])
-    if kernel == "union":
-        return union_sm90.is_supported(inputs)
-    return key_major.gluon_kernels(inputs) is not None
+    inputs = Inputs(q, k, v, selection, at["scale"])
+    return (union_sm90 if kernel == "union" else key_major_sm90).is_supported(inputs)
 
 
 @pytest.mark.parametrize(

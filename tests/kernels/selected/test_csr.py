@@ -80,9 +80,9 @@ def test_pairs_and_work_tiles(case, longest):
         numbers = torch.arange(count, device=DEVICE) - first_tiles[owners]
         if longest:
             lengths = (chunk_counts[owner] - ordinals * tile_pairs).clamp(max=tile_pairs)
-            together = owner // key_major.TILE_BLOCKS
+            together = owner // key_major.TILE_BLOCKS.value
             assert (together.diff() >= 0).all()
-            shorter = lengths.diff() < tile_pairs / key_major.CLASSES
+            shorter = lengths.diff() < tile_pairs / key_major.CLASSES.value
             assert (shorter | (together.diff() > 0)).all()
             work_tiles = work_tiles.unique(dim=0)
         assert torch.equal(work_tiles, torch.stack((owners, numbers), 1))
