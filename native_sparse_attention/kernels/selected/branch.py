@@ -122,10 +122,9 @@ def valid_block_indices(selection: launch.Selection, S: int) -> Tensor:
 
 
 class Plan(NamedTuple):
-    """How a pass reads the top-n blocks. Forward: key-major by `csr`; or by `shared` unions;
-    otherwise query-major, as are groups that have `unions`. Backward: dk, dv and, if
-    `is_key_major`, dq by `csr`, in the kernels of the module `gluon` if there are some; otherwise
-    dq is query-major."""
+    """How a pass reads the top-n blocks. Forward: key-major by `csr`, or by `shared` unions, else
+    query-major, as are groups that have `unions`. Backward: dk, dv and, if `is_key_major`, dq by
+    `csr`, in the kernels of the module `gluon` if any; else dq is query-major."""
 
     csr: key_major.CSR | None = None
     unions: query_major.Unions | None = None

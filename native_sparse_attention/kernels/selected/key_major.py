@@ -16,8 +16,8 @@ cut into splits of tokens. A program ranks the pairs of its split within each bl
 adds to its rank the pairs of the same block in earlier splits, and the pairs of earlier blocks.
 
 Rows of a tile are pairs x heads. Partials have one row per pair and head. The forward's are in the
-order of the block indices, so that the lse of a query's slots are adjacent. Partial dq is in the
-order of the chunk's pairs.
+order of the block indices, so that the lse of a query's slots are adjacent, partial dq in that of
+the chunk's pairs.
 """
 
 from __future__ import annotations
@@ -183,8 +183,7 @@ def nsa_csr_scatter(
     block_indices, ranks, split_counts, offsets, pairs, offsets_stride, T, C, length, heads, tokens,
     splits, B, F: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a split. Writes each pair to its index, and replaces its rank by its index in
-    the chunk."""
+    """One program: a split. Writes each pair to its index, which replaces its rank."""
     line = tl.program_id(0)
     b, h, first, num_tokens = split_tokens(line, T, length, heads, tokens, B)
     split_offsets = split_counts + (line.to(tl.int64) * splits + tl.program_id(1)) * C
@@ -479,9 +478,8 @@ def chunk_rows(T, first, length, heads):
 def nsa_selected_reduce_out(
     partial_out, partial_lse, block_indices, out, lse, combine, T, n, first, length, F: tl.constexpr
 ):  # fmt: skip
-    """One program: M rows (token, head) of a chunk. Reduces the partials of a row's slots, and with
-    ADD out and lse, into these. partial_lse is in units of log2. With COMBINE also writes the
-    layer's output."""
+    """One program: M rows (token, head) of a chunk. Reduces the partials of a row's slots, lse in
+    units of log2, and with ADD out and lse, into these. COMBINE: writes the layer's output, too."""
     H: tl.constexpr = F.R * F.G
     b, i, real = chunk_rows(T, first, length, H)
     row = (b * T + first) * H + i
@@ -621,8 +619,7 @@ def arguments(inputs: Inputs, csr: CSR, chunk: Chunk) -> Args:
 
 
 def forward(inputs: Inputs, csr: CSR, outputs: Args, flags: Args) -> None:
-    """Writes `outputs`, the arguments of that name of `nsa_selected_reduce_out`. Chunks have all
-    heads."""
+    """Writes `outputs`, arguments of `nsa_selected_reduce_out`. Chunks have all heads."""
     facts, F, H = inputs.facts, inputs.facts.F, inputs.q.shape[2]
     # of each pair and head, in the longest chunk; lse in units of log2
     rows = facts.B * min(csr.length, facts.T) * H * F.n

@@ -205,9 +205,8 @@ def consume(
     partial_dq, work, scale, gradients, block, ring, ds_smem, CONSUMER: gl.constexpr,
     F: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warpgroup of a work tile. Accumulates dk and dv over its tiles; with DQ also writes
-    partial dq. Adds to dk and dv of the block, or writes partials if the block has several work
-    tiles."""
+    """Consumer warpgroup of a work tile: dk and dv over its tiles, added to those of the block, or
+    written as partials if the block has several work tiles; with DQ also partial dq."""
     D: gl.constexpr = block.k.shape[4]
     THREADS: gl.constexpr = 256 if F.BY_ROW else 160  # of a consumer and the producer
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])

@@ -514,7 +514,7 @@ def launch_tiles(
 def forward(
     inputs: Inputs, unions: Unions | None, norms: Tensor | None, outputs: Args, flags: Args
 ) -> None:
-    """Writes `outputs`, the arguments of that name of the kernel."""
+    """Writes `outputs`, arguments of the kernel."""
     launch_tiles(
         "forward", inputs, unions, flags | dict(has_norms=norms is not None), norms=norms,
         scale_log2=inputs.scale * launch.LOG2_E, cap=launch.cap(inputs.selection.soft_cap),

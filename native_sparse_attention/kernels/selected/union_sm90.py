@@ -149,8 +149,7 @@ def produce(q, k, v, out, combine, unions, T, ring, F: gl.constexpr):
 
 @gluon.jit
 def fold(q, k_tile, v_tile, acc, m, l, scale_log2, BY_BOUND: gl.constexpr):
-    """Fold a block of keys and values into a running softmax, SLICE keys at a time; see
-    `primitives.scaled_step`."""
+    """`primitives.scaled_step` of a block of keys and values, SLICE keys at a time."""
     MMA: gl.constexpr = acc.type.layout
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     for i in gl.static_range(k_tile.shape[0] // SLICE):
@@ -175,8 +174,7 @@ def consume(
     queries, norms, unions, out, lse, combine, T, scale_log2, ring, CONSUMER: gl.constexpr,
     F: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warpgroup: attention of its members to the blocks that they chose. Skips tiles of
-    negative size."""
+    """Consumer warpgroup: attention of its members to their blocks. Skips negative sizes."""
     THREADS: gl.constexpr = (CONSUMERS * WARPS + 1) * 32
     TOKENS: gl.constexpr = queries.block_shape[1]
     GROUP: gl.constexpr = queries.block_shape[2]
@@ -288,8 +286,7 @@ def allocate_shared(inputs: Inputs) -> Unions | None:
 def forward(
     inputs: Inputs, unions: Unions, norms: Tensor | None, outputs: Args, flags: Args
 ) -> None:
-    """Writes `outputs`, the arguments of that name of the kernel, of groups without unions of their
-    own."""
+    """Writes `outputs`, arguments of the kernel, of groups without unions of their own."""
     q, F, tiles = inputs.q, inputs.facts.F, unions.counts.numel()
     box, q_box = [1, F.s, 1, F.D], [1, WARPS.value * F.stride, ROWS // F.stride, F.D]
     if not tiles:

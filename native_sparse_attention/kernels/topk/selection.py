@@ -66,8 +66,7 @@ def two_halves(x):
 @triton.jit
 def window_weight(c, j, end, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
                   INTERPOLATED: tl.constexpr):  # fmt: skip
-    """Weight of the j-th window of each block c [C] in the block's mean key; 0 from window `end`
-    [C] on."""
+    """Weight of window j of each block c [C] in the block's mean key; 0 from window `end` on."""
     w = first_window(c, d, s) + j
     if INTERPOLATED:
         # [C, BLOCK_S]
@@ -473,8 +472,7 @@ def plan(
     q: Layout, ck: Layout, ranks: int, n: int, num_ranked: int, has: tuple[bool, bool, bool],
     config: Any, _tuning: Any,
 ) -> tuple[Plan, Plan]:  # fmt: skip
-    """The launch of a ranking, and that of the conversion of its keys. `has`: starts, leaders and
-    documents."""
+    """The launch of a ranking and of its keys' conversion. `has`: starts, leaders, documents."""
     (B, T, H, D), K, dtype = q.shape, ck.shape[2], q.dtype
     G, s, d, stride = H // ranks, config.selection_block_size, config.d, config.selection_stride
     importance, interpolated = config.importance, config.interpolated_importance_score

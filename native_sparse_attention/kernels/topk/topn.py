@@ -50,9 +50,8 @@ def candidate_ranges(position, token, ranked, documents, b, T, C, W, F: tl.const
 
 @triton.jit
 def permute_blocks(n, COLUMNS: tl.constexpr):
-    """The blocks of columns n, counted over all chunks. Each run of COLUMNS blocks is permuted, so
-    that blocks at a regular distance, such as the first of each document, do not fall into one
-    column."""
+    """The blocks of columns n, counted over all chunks. Runs of COLUMNS blocks are permuted: blocks
+    at a regular distance, such as the first of each document, do not fall into one column."""
     if COLUMNS > 1:
         # from one run to the next by 2531 / 4096 = 0.618 of COLUMNS
         n = n ^ (((n & -COLUMNS) * 2531 >> 12) & (COLUMNS - 1))
