@@ -216,13 +216,6 @@ def plan_backward(inputs: Inputs) -> Plan:
     return Plan(csr, query_major.allocate_unions(inputs), gluon=gluon)
 
 
-def forced_backward_q(inputs: Inputs, bwd: BackwardInputs, dq: Accumulator) -> None:
-    """Accumulates dq of the forced blocks."""
-    forced = forced_blocks(inputs)
-    if forced is not None:
-        flash.backward_q(inputs.q, scale=inputs.scale, bwd=bwd, dq=dq, **forced)
-
-
 def forced_backward_kv(inputs: Inputs, bwd: BackwardInputs) -> tuple[Tensor, Tensor]:
     """dk [B S K D] and dv [B S K E] of the forced blocks, in float32."""
     q, k, v, scale, forced = inputs.q, inputs.k, inputs.v, inputs.scale, forced_blocks(inputs)

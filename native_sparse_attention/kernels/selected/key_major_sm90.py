@@ -96,13 +96,6 @@ def copy_layout(GROUP):
 
 
 @gluon.jit
-def load_pairs(pairs, i, end, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Pair of each row of a tile, from pair i on; the last pair for padding rows."""
-    row = gl.arange(0, ROWS, LAYOUT)
-    return gl.load(pairs + gl.minimum(i + row // GROUP, end - 1)).to(gl.int32)
-
-
-@gluon.jit
 def copy_rows(t, strides, e, token_offset, b, tile, F: gl.constexpr):
     """Copies the rows of pairs e of tensor t to `tile`, by four warps."""
     LAYOUT: gl.constexpr = copy_layout(F.GROUP)
@@ -164,8 +157,9 @@ def produce(q, d_out, k, v, lse, delta, strides, work, block, ring, F: gl.conste
                     hopper.named_barrier("sync", stage, THREADS)
                 bar, first = ring.full.index(stage), stage * BOXES
                 if F.BY_ROW:
-                    LAYOUT: gl.constexpr = gl.SliceLayout(1, copy_layout(F.GROUP))
-                    row_pairs = load_pairs(pairs, i, end, F.GROUP, LAYOUT)
+                    copy_row = gl.arange(0, ROWS, gl.SliceLayout(1, copy_layout(F.GROUP)))
+                    row_pairs = pairs + gl.minimum(i + copy_row // F.GROUP, end - 1)
+                    row_pairs = gl.load(row_pairs).to(gl.int32)
                     copy_rows(q, strides, row_pairs, b * T, b, ring.q.index(first), F)
                     # d_out is contiguous
                     packed = (0, F.R * F.G * D, D)

@@ -166,24 +166,13 @@ def key_of_column(N: tl.constexpr, SLICE: tl.constexpr):
 
 
 @triton.jit
-def largest_of_blocks(x, SLICE: tl.constexpr):
-    """[M, N] in the order of `key_of_column` to the largest score of each block [M, CHUNK]."""
-    M: tl.constexpr = x.shape[0]
-    N: tl.constexpr = x.shape[1]
-    if SLICE > 1:
-        x = tl.reshape(x, [M, N // (4 * SLICE), SLICE // 2, 4, 2])
-        x = tl.reshape(tl.max(tl.max(x, 4), 2), [M, N // SLICE])
-    return x
-
-
-@triton.jit
 def best_blocks(
-    q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, hi, N,
-    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, F: tl.constexpr,
-):  # fmt: skip
+    inputs, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, F: tl.constexpr
+):
     """The ranking [M, SLOTS_2] of blocks low .. end - 1, and whether it must be repeated. A step
     scores SLICE keys, of N, of each of CHUNK blocks. With PARTIAL, rows see windows before hi only,
     also inside of candidates; causally they see all windows of candidates."""
+    q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, hi, N = inputs
     M: tl.constexpr = end.shape[0]
     WINDOWS: tl.constexpr = F.s // F.d if F.s > F.d else 1
     KEYS: tl.constexpr = WINDOWS if F.LARGEST else 1
@@ -217,7 +206,10 @@ def best_blocks(
             x += tl.where(is_key, 0.0, NO_SCORE)[None]
         if PARTIAL:
             x = tl.where(n[None] < hi[:, None], x, NO_SCORE)
-        score = largest_of_blocks(x, SLICE)
+        score = x
+        if SLICE > 1:  # the largest of each block [M, CHUNK]; see `key_of_column`
+            score = tl.reshape(x, [M, BLOCK_N // (4 * SLICE), SLICE // 2, 4, 2])
+            score = tl.reshape(tl.max(tl.max(score, 4), 2), [M, CHUNK])
         if STEPS > 1:
             score = tl.maximum(score, tl.where(j0 == 0, NO_SCORE, running_max))
             running_max = score
@@ -254,16 +246,11 @@ def nsa_topk_logits(
     N = W if F.LARGEST else C
     first_row = (line // F.RANKS_PER_KV).to(tl.int64) * N
     edge_row = first_row + (lines // F.RANKS_PER_KV).to(tl.int64) * N
-    indices, missed = best_blocks(
-        q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, hi, N, F.BLOCK_N,
-        F.COLUMNS, F.DEPTH, F,
-    )  # fmt: skip
+    inputs = q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, hi, N
+    indices, missed = best_blocks(inputs, F.BLOCK_N, F.COLUMNS, F.DEPTH, F)
     if F.DEPTH < F.SLOTS and F.COLUMNS > 0:  # noqa: SIM102
         if missed > 0:
-            indices, missed = best_blocks(
-                q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, hi, N,
-                F.MERGE_N, 0, 0, F,
-            )  # fmt: skip
+            indices, missed = best_blocks(inputs, F.MERGE_N, 0, 0, F)
     topn.write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, F)
 
 
@@ -291,16 +278,6 @@ def sort_windows(x, WARPS: tl.constexpr):
 
 
 @triton.jit
-def mask_windows(x, visible):
-    """Logits [N, M], -inf where the row's token, `visible` [N, TOKENS], does not see the window."""
-    N: tl.constexpr = x.shape[0]
-    M: tl.constexpr = x.shape[1]
-    TOKENS: tl.constexpr = visible.shape[1]
-    x = tl.where(visible[:, :, None], tl.reshape(x, [N, TOKENS, M // TOKENS]), NO_SCORE)
-    return tl.reshape(x, [N, M])
-
-
-@triton.jit
 def sum_thread_heads(p, HEADS: tl.constexpr, PARTIALS: tl.constexpr):
     """[N, M] to [N, TOKENS x PARTIALS]: the sum over the heads that one thread of an MMA holds. It
     has columns 2 i and 2 i + 1 of every 8."""
@@ -312,22 +289,17 @@ def sum_thread_heads(p, HEADS: tl.constexpr, PARTIALS: tl.constexpr):
 
 
 @triton.jit
-def overlap_tokens(j, P: tl.constexpr, g: tl.constexpr, F: tl.constexpr):
-    """Tokens that block c shares with window j of the P windows that end in block c + g."""
-    overlap = j * 0 + 1
-    if F.s >= F.d:
-        stop = (j + (g * P + 1)) * F.d  # the window's end
-        overlap = tl.maximum(tl.minimum(stop, F.s) - tl.maximum(stop - F.WINDOW, 0), 0)
-    return tl.where(j < P, overlap, 0).to(tl.float32)
-
-
-@triton.jit
 def block_sums(p, j, P: tl.constexpr, BACK: tl.constexpr, F: tl.constexpr):
     """Scores [TOKENS, CHUNK] that windows j [SLICE] of a chunk's blocks add to the block in which
     they end, to the block before it, and so on. p is [CHUNK, SLICE, TOKENS, PARTIALS]."""
     sums = ()
     for g in tl.static_range(BACK + 1):
-        overlap = overlap_tokens(j, P, g, F)
+        # tokens that block c shares with window j of the P windows that end in block c + g
+        overlap = j * 0 + 1
+        if F.s >= F.d:
+            stop = (j + (g * P + 1)) * F.d  # the window's end
+            overlap = tl.maximum(tl.minimum(stop, F.s) - tl.maximum(stop - F.WINDOW, 0), 0)
+        overlap = tl.where(j < P, overlap, 0).to(tl.float32)
         sums += (tl.trans(tl.sum(tl.sum(p * overlap[None, :, None, None], 1), 2)),)
     return sums
 
@@ -356,12 +328,12 @@ def complete_scores(sums, carried):
 
 @triton.jit
 def best_by_probs(
-    q_tile, lse_log2, lo, hi, ck, k_base, low, end, fewest, latest, W, scale_log2, cap,
-    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, F: tl.constexpr,
-):  # fmt: skip
+    inputs, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, F: tl.constexpr
+):
     """The ranking [TOKENS, SLOTS_2] of blocks low .. end - 1, and whether it must be repeated.
     Tokens see windows lo .. hi - 1; all tokens see windows `latest` .. `fewest` - 1. `lse_log2` is
     by row. PER_BLOCK is the windows per block, padded to a power of two; a step takes SLICE."""
+    q_tile, lse_log2, lo, hi, ck, k_base, low, end, fewest, latest, W, scale_log2, cap = inputs
     TOKENS: tl.constexpr = end.shape[0]
     P: tl.constexpr = F.s // F.d if F.s > F.d else 1
     # blocks that a window overlaps before the one in which it ends
@@ -396,7 +368,10 @@ def best_by_probs(
         if W > 0:  # always true: the compiler puts the next step's loads before a branch
             last = first_window(c0 + (CHUNK - 1), F.d, F.s) + F.PER_BLOCK
             if (last > fewest) | (first_window(c0, F.d, F.s) < latest):
-                x = mask_windows(x, (w[:, None] >= lo[None]) & (w[:, None] < hi[None]))
+                visible = (w[:, None] >= lo[None]) & (w[:, None] < hi[None])
+                x = tl.reshape(x, [BLOCK_N, TOKENS, F.HEADS])
+                x = tl.where(visible[:, :, None], x, NO_SCORE)
+                x = tl.reshape(x, [BLOCK_N, F.BLOCK_M])
             p = sort_windows(sum_thread_heads(tl.exp2(x), F.HEADS, PARTIALS), F.WARPS)
             p = tl.reshape(p, [CHUNK, SLICE, TOKENS, PARTIALS])
             step_sums = block_sums(p, j0 + tl.arange(0, SLICE), P, BACK, F)
@@ -451,16 +426,11 @@ def nsa_topk_softmax_mass(
     lse_log2 = tl.where(real & (lse_log2 > NO_SCORE), lse_log2, float("inf"))
 
     k_base = b * ck.b + r // F.RANKS_PER_KV * ck.h
-    indices, missed = best_by_probs(
-        q_tile, lse_log2, lo, hi, ck, k_base, low, end, fewest, latest, W, scale_log2, cap,
-        F.BLOCK_N, F.COLUMNS, F.DEPTH, F,
-    )  # fmt: skip
+    inputs = q_tile, lse_log2, lo, hi, ck, k_base, low, end, fewest, latest, W, scale_log2, cap
+    indices, missed = best_by_probs(inputs, F.BLOCK_N, F.COLUMNS, F.DEPTH, F)
     if F.DEPTH < F.SLOTS and F.COLUMNS > 0:  # noqa: SIM102
         if missed > 0:
-            indices, missed = best_by_probs(
-                q_tile, lse_log2, lo, hi, ck, k_base, low, end, fewest, latest, W, scale_log2,
-                cap, F.MERGE_N, 0, 0, F,
-            )  # fmt: skip
+            indices, missed = best_by_probs(inputs, F.MERGE_N, 0, 0, F)
     topn.write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, F)
 
 

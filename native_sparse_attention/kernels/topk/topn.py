@@ -114,16 +114,11 @@ def slices(x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def ordered_bits(s):
-    """Integers in the order of scores s."""
-    bits = (s + 0.0).to(tl.int32, bitcast=True)  # -0.0 is 0.0
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
 def sort_keys(s, c):
     """64-bit integers that order by score, then by block: greater is better, then earlier."""
-    return (ordered_bits(s).to(tl.int64) << 32) | (c ^ NO_BLOCK).to(tl.int64)
+    bits = (s + 0.0).to(tl.int32, bitcast=True)  # -0.0 is 0.0
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (order.to(tl.int64) << 32) | (c ^ NO_BLOCK).to(tl.int64)
 
 
 @triton.jit

@@ -411,8 +411,9 @@ def backward_branches(
         if not is_single:
             flash.backward_q(query, ck, cv, range_cmp, scale, cmp, d_query, memory(t))
             flash.backward_q(q, window_k, window_v, range_win, scale, win, dq, inner=inner_args)
-        if inner is None:
-            selected.forced_backward_q(inputs, sel, dq)
+        forced = selected.forced_blocks(inputs) if inner is None else None
+        if forced is not None:
+            flash.backward_q(q, scale=scale, bwd=sel, dq=dq, **forced)
         if selection.gates is None:
             streams.wait(device, ready)
             selected.topn_backward_q(inputs, sel, dq, plan)
