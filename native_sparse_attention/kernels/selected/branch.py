@@ -76,7 +76,7 @@ def forced_blocks_in_window(
 
 @triton.jit(do_not_specialize=["ROWS", "T", "start", "C"])
 def nsa_selected_valid_indices(
-    block_indices, valid, starts, doc_first, doc_last, ROWS, T, start, C, n, R: tl.constexpr,
+    block_indices, valid, starts, documents, ROWS, T, start, C, n, R: tl.constexpr,
     s: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -89,9 +89,9 @@ def nsa_selected_valid_indices(
     c = tl.load(block_indices + row[:, None] * n + slot[None], mask=real, other=-1)
     bt = row // R
     keep = (c >= INITIAL) & (c >= 0) & (c < C)
-    if doc_first is not None:
-        first = tl.load(doc_first + bt, mask=row < ROWS, other=0) // s + INITIAL
-        end = tl.cdiv(tl.load(doc_last + bt, mask=row < ROWS, other=0), s)
+    if documents is not None:
+        first = tl.load(documents.first + bt, mask=row < ROWS, other=0) // s + INITIAL
+        end = tl.cdiv(tl.load(documents.last + bt, mask=row < ROWS, other=0), s)
         keep = keep & (c >= first[:, None]) & (c < end[:, None])
     if LOCAL is not None:
         position = bt % T + start
@@ -107,15 +107,14 @@ def nsa_selected_valid_indices(
 
 def valid_block_indices(selection: launch.Selection, S: int) -> Tensor:
     """Block indices with -1 for forced, future, missing and repeated blocks."""
-    block_indices, documents = selection.block_indices.contiguous(), selection.documents
+    block_indices = selection.block_indices.contiguous()
     (B, T, R, n), s = block_indices.shape, selection.s
     valid = torch.empty_like(block_indices, dtype=torch.int32)
     if valid.numel():
-        bounds = (None, None) if documents is None else (documents.first, documents.last)
         num_local = selection.num_local if selection.causal else None
         launcher(nsa_selected_valid_indices, (launch.cdiv(B * T * R, 64),))(
-            block_indices, valid, selection.starts, *bounds, B * T * R, T, selection.start,
-            launch.cdiv(S, s), n, R, s, selection.num_initial, num_local,
+            block_indices, valid, selection.starts, selection.documents, B * T * R, T,
+            selection.start, launch.cdiv(S, s), n, R, s, selection.num_initial, num_local,
             launch.next_power_of_2(n), 64,
         )  # fmt: skip
     return valid

@@ -278,17 +278,6 @@ def sort_windows(x, WARPS: tl.constexpr):
 
 
 @triton.jit
-def sum_thread_heads(p, HEADS: tl.constexpr, PARTIALS: tl.constexpr):
-    """[N, M] to [N, TOKENS x PARTIALS]: the sum over the heads that one thread of an MMA holds. It
-    has columns 2 i and 2 i + 1 of every 8."""
-    N: tl.constexpr = p.shape[0]
-    M: tl.constexpr = p.shape[1]
-    PAIR: tl.constexpr = 1 if HEADS == 1 else 2
-    p = tl.reshape(p, [N, M // HEADS, HEADS // (PAIR * PARTIALS), PARTIALS, PAIR])
-    return tl.reshape(tl.sum(tl.sum(p, 4), 2), [N, M // HEADS * PARTIALS])
-
-
-@triton.jit
 def block_sums(p, j, P: tl.constexpr, BACK: tl.constexpr, F: tl.constexpr):
     """Scores [TOKENS, CHUNK] that windows j [SLICE] of a chunk's blocks add to the block in which
     they end, to the block before it, and so on. p is [CHUNK, SLICE, TOKENS, PARTIALS]."""
@@ -340,6 +329,8 @@ def best_by_probs(
     BACK: tl.constexpr = (F.WINDOW + F.s - F.d - 1) // F.s if F.s >= F.d else 0
     # Triton before 3.6 has no `min` of constexprs
     PARTIALS: tl.constexpr = (F.HEADS + 1) // 2 if F.HEADS < 7 else 4
+    PAIR: tl.constexpr = 1 if F.HEADS == 1 else 2
+    EIGHTS: tl.constexpr = F.HEADS // (PAIR * PARTIALS)
     ROOM: tl.constexpr = BLOCK_N // (COLUMNS if COLUMNS > 0 else F.SLOTS_2)
     SLICE: tl.constexpr = F.PER_BLOCK if F.PER_BLOCK < ROOM else ROOM
     CHUNK: tl.constexpr = BLOCK_N // SLICE
@@ -372,8 +363,10 @@ def best_by_probs(
                 x = tl.reshape(x, [BLOCK_N, TOKENS, F.HEADS])
                 x = tl.where(visible[:, :, None], x, NO_SCORE)
                 x = tl.reshape(x, [BLOCK_N, F.BLOCK_M])
-            p = sort_windows(sum_thread_heads(tl.exp2(x), F.HEADS, PARTIALS), F.WARPS)
-            p = tl.reshape(p, [CHUNK, SLICE, TOKENS, PARTIALS])
+            # sum the heads that one thread of an MMA holds: columns 2 i and 2 i + 1 of every 8
+            p = tl.reshape(tl.exp2(x), [BLOCK_N, TOKENS, EIGHTS, PARTIALS, PAIR])
+            p = tl.reshape(tl.sum(tl.sum(p, 4), 2), [BLOCK_N, TOKENS * PARTIALS])
+            p = tl.reshape(sort_windows(p, F.WARPS), [CHUNK, SLICE, TOKENS, PARTIALS])
             step_sums = block_sums(p, j0 + tl.arange(0, SLICE), P, BACK, F)
             if STEPS > 1:
                 new_sums = ()

@@ -75,14 +75,6 @@ def start(M: tl.constexpr, SLOTS_2: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: 
 
 
 @triton.jit
-def halves(x):
-    """Left and right half of [M, N]."""
-    M: tl.constexpr = x.shape[0]
-    N: tl.constexpr = x.shape[1]
-    return tl.split(tl.permute(tl.reshape(x, [M, 2, N // 2]), [0, 2, 1]))
-
-
-@triton.jit
 def insert(running, s, c):
     """Insert scores s of blocks c [M, COLUMNS], each into its column."""
     scores, blocks, lost = running
@@ -108,7 +100,8 @@ def slices(x, COLUMNS: tl.constexpr):
         if pieces[0].shape[1] > COLUMNS:
             finer = ()
             for i in tl.static_range(len(pieces)):
-                finer += halves(pieces[i])
+                halves = tl.reshape(pieces[i], [x.shape[0], 2, pieces[i].shape[1] // 2])
+                finer += tl.split(tl.permute(halves, [0, 2, 1]))
             pieces = finer
     return pieces
 
