@@ -149,7 +149,7 @@ def plan_forward(inputs: Inputs) -> Plan | None:
 
         shared = union_sm90.allocate_shared(inputs)
     if shared is None and key_major.is_faster(inputs):
-        return Plan(key_major.allocate(inputs, "forward", inputs.facts.F.G), is_key_major=True)
+        return Plan(key_major.allocate(inputs, "forward", inputs.facts.F.G))
     unions = query_major.allocate_unions(inputs)
     if shared is not None and unions is not None:
         cost = max(unions.cost, union_sm90.OVERLAPPING)
@@ -166,8 +166,8 @@ def forward(
     plan: Plan | None,
 ) -> tuple[Tensor, Tensor]:
     """out [B T H E] and natural lse [B T H]. `partial` holds out and lse of the forced blocks and
-    sinks, if known; the forward accumulates into them. With `combined` also writes the
-    layer's output. `norms` are the key norms, `plan` is the plan, which has run."""
+    sinks, if known; the forward accumulates into them. With `combined` also writes the layer's
+    output. `norms` are those of keys. The plan has run."""
     q, plan, has_topn = inputs.q, plan or Plan(), inputs.facts.F.n > 0
     forced = forced_blocks(inputs) if partial is None else None
     if forced is not None:

@@ -211,11 +211,8 @@ def allocate_unions(inputs: Inputs) -> Unions | None:
     rule = launch.union_rule(facts.rows, facts.dtype)
     if rule is None or facts.F.GATES or not n:
         return None
-    few = (
-        facts.B * facts.F.R * launch.cdiv(facts.aligned, rule.members * facts.F.stride)
-        < rule.min_groups
-    )
-    if few or rule.members * facts.F.SLOTS**2 > MAX_COMPARISONS:
+    groups = facts.B * facts.F.R * launch.cdiv(facts.aligned, rule.members * facts.F.stride)
+    if groups < rule.min_groups or rule.members * facts.F.SLOTS**2 > MAX_COMPARISONS:
         return None
     # a larger union is slower than its members
     limit = min(int(rule.members * n / rule.cost) + 1, rule.members * n)
