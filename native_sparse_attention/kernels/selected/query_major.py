@@ -41,7 +41,7 @@ LENGTHS = ["T", "S", "start", "groups", "limit", "shared_limit", "shared_groups"
 # compile-time settings of unions: a program has GROUPS groups of MEMBERS members. CHUNK is 0
 # without shared unions
 UnionSettings = namedtuple(
-    "UnionSettings", "R MEMBERS GROUPS STRIDE SLOTS CHUNK OVERLAPPING RAGGED FLIPPED"
+    "UnionSettings", "R MEMBERS GROUPS STRIDE SLOTS CHUNK OVERLAPPING FLIPPED"
 )
 
 
@@ -102,7 +102,7 @@ def nsa_selected_union(
     ALL: tl.constexpr = F.GROUPS * MEMBERS * SLOTS
     program, br, programs, _brs = steps.grid_position(F.FLIPPED)
     b, r = (br // F.R).to(tl.int64), br % F.R
-    if F.RAGGED:
+    if starts is not None:
         start = tl.load(starts + b).to(tl.int32)
     first = program * (F.GROUPS * MEMBERS * F.STRIDE) - start % F.STRIDE
     i = tl.arange(0, ALL)
@@ -190,7 +190,7 @@ def write_unions(
     grid, flipped = launch.grid(whole.counts.shape[2], B * R)
     settings = UnionSettings(
         R, groups.members, whole.members // groups.members, selection.stride, slots, chunk,
-        unions is not None, selection.starts is not None, flipped,
+        unions is not None, flipped,
     )  # fmt: skip
     launcher(nsa_selected_union, grid)(
         selection.block_indices, groups.blocks, groups.counts, whole.blocks, whole.counts,

@@ -41,7 +41,7 @@ from .topn import NO_SCORE, first_window
 Settings = namedtuple(
     "Settings",
     "G RANKS_PER_KV D BLOCK_D BLOCK_M BLOCK_N COLUMNS DEPTH MERGE_N SLOTS SLOTS_2 PER_BLOCK d s "
-    "INITIAL LOCAL STRIDE CAUSAL RAGGED LEADERS DOCUMENTS FLIPPED INTERPOLATED ONE_HALF HALVES "
+    "INITIAL LOCAL STRIDE CAUSAL DOCUMENTS FLIPPED INTERPOLATED ONE_HALF HALVES "
     "NUM_STAGES_Q LARGEST WINDOW HEADS WARPS WIDE CAP",
 )
 # of the kernel that converts keys, BLOCK_C a program
@@ -231,7 +231,7 @@ def nsa_topk_logits(
     tile, line, tiles, lines = steps.grid_position(F.FLIPPED)
     tile = tiles - 1 - tile  # tiles with most candidates first
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
-    if F.RAGGED:
+    if starts is not None:
         first_token = tl.load(starts + b).to(tl.int32)
     index = tile * F.BLOCK_M + tl.arange(0, F.BLOCK_M)
     position, token, ranked = steps.leaders(index, first_token, T, F.STRIDE)
@@ -397,7 +397,7 @@ def nsa_topk_softmax_mass(
     tile, line, tiles, _lines = steps.grid_position(F.FLIPPED)
     tile = tiles - 1 - tile
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
-    if F.RAGGED:
+    if starts is not None:
         first_token = tl.load(starts + b).to(tl.int32)
     GROUPS: tl.constexpr = F.BLOCK_M // F.HEADS
     index = tile * GROUPS + tl.arange(0, GROUPS)
@@ -432,10 +432,10 @@ def nsa_topk_softmax_mass(
 
 @functools.lru_cache(maxsize=1024)
 def plan(
-    q: Layout, ck: Layout, ranks: int, n: int, num_ranked: int, has: tuple[bool, bool, bool],
-    config: Any, _tuning: Any,
+    q: Layout, ck: Layout, ranks: int, n: int, num_ranked: int, has_documents: bool, config: Any,
+    _tuning: Any,
 ) -> tuple[Plan, Plan]:  # fmt: skip
-    """The launch of a ranking and of its keys' conversion. `has`: starts, leaders, documents."""
+    """The launch of a ranking and of its keys' conversion."""
     (B, T, H, D), K, dtype = q.shape, ck.shape[2], q.dtype
     G, s, d, stride = H // ranks, config.selection_block_size, config.d, config.selection_stride
     importance, interpolated = config.importance, config.interpolated_importance_score
@@ -448,11 +448,12 @@ def plan(
         G, ranks // K, D, block_d, tile.block_m, tile.block_n, tile.columns, tile.depth,
         tile.block_n if is_max else tile.merge_n, n, max(2, next_power_of_2(n)),
         1 if importance == "logits" else next_power_of_2(max(1, s // d)), d, s,
-        config.num_initial_blocks, max(config.num_local_blocks, 1), stride, config.causal, *has,
-        flipped, interpolated, ONE_HALF=G == 1 and dtype != torch.float32, HALVES=halves,
+        config.num_initial_blocks, max(config.num_local_blocks, 1), stride, config.causal,
+        has_documents, flipped, interpolated, HALVES=halves, LARGEST=is_max, HEADS=rows,
+        ONE_HALF=G == 1 and dtype != torch.float32, WINDOW=config.compress_block_size,
         NUM_STAGES_Q=tiles.heads_in_flight(tile.block_m * block_d * dtype.itemsize),
-        LARGEST=is_max, WINDOW=config.compress_block_size, HEADS=rows, WARPS=tile.num_warps,
-        WIDE=probs and launch.has_wide_offsets(ck), CAP=config.soft_cap is not None,
+        WARPS=tile.num_warps, WIDE=probs and launch.has_wide_offsets(ck),
+        CAP=config.soft_cap is not None,
     )  # fmt: skip
     options = dict(F=settings, num_warps=tile.num_warps, num_stages=tile.num_stages)
     # of "max" the keys are those of windows, and only the sign of the scale matters
@@ -462,7 +463,7 @@ def plan(
     keys_grid, flipped = launch.grid(cdiv(C, BLOCK_C), B * K, 2 if interpolated else 1)
     key_settings = KeySettings(
         D, block_d, halves, flipped, BLOCK_C, next_power_of_2(s), d, unit, interpolated,
-        has[2] and not is_max,
+        has_documents and not is_max,
     )  # fmt: skip
     return Plan(grid, options), Plan(keys_grid, dict(C=C, scale=scale, F=key_settings))
 
@@ -485,10 +486,8 @@ def select_blocks(
     is the ranking of the first query's group if its leader came before this call. `lse` [B T H] is
     that of the compressed branch, for importance="probs"."""
     (B, W, K), ranks = ck.shape[:3], out.shape[2]
-    has = starts is not None, leaders is not None, documents is not None
-    ranking, conversion = plan(
-        layout(q), layout(ck), *out.shape[2:], num_ranked, has, config, launch.tuning()
-    )
+    facts = num_ranked, documents is not None, config, launch.tuning()
+    ranking, conversion = plan(layout(q), layout(ck), *out.shape[2:], *facts)
     args: dict[str, Any] = ranking.args | dict(
         q=strided(q), out=out, leader_indices=leaders, starts=starts, documents=documents,
         first_token=start, T=q.shape[1], C=num_ranked, W=W, RANKS=ranks,

@@ -182,7 +182,7 @@ def write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, F: 
     indices = tl.where(indices == NO_BLOCK, -1, indices)
     if F.STRIDE > 1:
         leader_ranking = tl.full([indices.shape[1]], -1, tl.int32)
-        if F.LEADERS:
+        if leader_indices is not None:
             leader_ranking = tl.load(
                 leader_indices + (b * RANKS + r) * F.SLOTS + slot, mask=slot < F.SLOTS, other=-1
             )
