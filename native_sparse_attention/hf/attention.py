@@ -38,7 +38,7 @@ from .configuration import (
     kept_settings,
     layer_config,
 )
-from .mask import NSAMask, check_call, check_layers, layer_types, nsa_mask
+from .mask import NSAMask, check_call, check_layers, nsa_mask
 
 Model = TypeVar("Model")
 
@@ -51,60 +51,56 @@ def attention(
     attention_mask: NSAMask | None = None,
     *,
     scaling: float | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """One softmax over the initial, local and ranked blocks of each query [B, H, T, D], or over its
     window of `sliding_window` tokens, as `AttentionInterface` asks for it: [B, T, H, E] and None.
     `s_aux` are sinks [H]. The output of padding has no meaning."""
-    mask, (B, _, T, _), S = attention_mask, query.shape, key.shape[2]
-    is_first = getattr(module, "layer_idx", 0) == 0
-    check_call(module, mask, T, dict(options, dropout=dropout), is_first, is_causal)
+    (B, _, T, _), S, is_window = query.shape, key.shape[2], sliding_window is not None
+    mask = NSAMask(S) if attention_mask is None else attention_mask
+    check_call(module, mask, T, options)
     dtype = value.dtype
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
     q, k, v = (t.to(dtype).transpose(1, 2) for t in (query, key, value))
-    sinks = None if s_aux is None else s_aux.to(dtype)
-    out: Any = None
-    if mask is not None and mask.visible is not None and sinks is None and softcap is None:
+    sinks, out = None if s_aux is None else s_aux.to(dtype), None
+    if mask.visible is not None and sinks is None and softcap is None:
         is_grouped, heads = q.shape[2] != k.shape[2], (t.transpose(1, 2) for t in (q, k, v))
         out = sdpa(*heads, attn_mask=mask.visible, scale=scaling, enable_gqa=is_grouped)
         return out.transpose(1, 2).contiguous(), None
-    if mask is not None and mask.visible is not None:
+    if mask.visible is not None:
         visible = mask.visible[:, :, None]
         q, k, v = reference.upcast(q, k, v)
         visibility = Visibility(lambda *tile: visible, lambda *rows: (0, S), 0)
         out = reference.attend(q, k, v, visibility, scale=scaling, soft_cap=softcap, sinks=sinks)
         return out.to(dtype).contiguous(), None
 
-    L: Any = S if mask is None else mask.length
+    L = mask.length
     if isinstance(L, int) and S > L:  # a static cache is longer than its sequences
         k, v, S = k[:, :L], v[:, :L], L
-    settings, is_window = drop_in_settings(module.config), sliding_window is not None
+    settings = drop_in_settings(module.config)
     backend, dense_length = settings.pop("backend"), settings["dense_length"]
     l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
     is_dense = not is_window and dense_limit(settings) >= S
 
     # queries are at positions `starts` + 0, 1, .., none of them before `first`; where rows differ,
     # they and the keys move there
-    starts, documents, counts, moves = L - T, None, None, None
-    first = starts if isinstance(starts, int) else 0
-    if mask is not None and mask.documents is not None:
+    starts, documents, counts, queries, keys = L - T, None, None, None, None
+    first = starts if isinstance(starts, int) else mask.least_position
+    if mask.documents is not None:
         alignment = 1 if is_window else max(settings["selection_block_size"], d)
         layout = mask.share(NSAMask.layout, alignment)
         documents, starts, first = layout.documents, 0, 0
-        moves = ((layout.source, layout.target),) * 2
-    elif mask is not None and mask.tokens is not None:
-        *moves, starts, counts, first = mask.share(NSAMask.compact, T)
+        queries = keys = layout.source, layout.target
+    elif mask.tokens is not None:
+        queries, keys, starts, counts, first = mask.share(NSAMask.compact, T)
     elif isinstance(starts, Tensor):
         starts = starts.expand(B).long().contiguous()
-        first = dense_length if mask is not None and mask.past_dense_length else 0
-    if moves is not None:
-        q, k, v = (Move.apply(t, *m) for t, m in zip((q, k, v), (*moves, moves[1]), strict=True))
+    if queries is not None:
+        q, k, v = Move.apply(q, *queries), Move.apply(k, *keys), Move.apply(v, *keys)
 
     is_whole = isinstance(starts, int) and starts == 0
     if sliding_window is not None:
@@ -123,31 +119,28 @@ def attention(
         scale=scaling, soft_cap=softcap,
     )  # fmt: skip
     ck: Tensor | None = None
-    if config.ranks and not is_window:  # keys that rank blocks: all, or means of windows
-        means = kept_means(key, l, d) if moves is None else None
-        if l == d == 1:
-            ck = k
-        elif means is not None:
-            ck = means[:, :, : k.shape[1] // d].transpose(1, 2).to(k.dtype)
-        else:
-            windows = windows_of(k.transpose(1, 2), l, d, True, documents)
-            ck = windows.mean(dim=-2).transpose(1, 2)
-    one_sink = None if sinks is None else sinks[None]
-    call = Call(q, k, v, ck, q_offset=starts, documents=documents, sinks=one_sink)
-    is_step = backend == "triton" or (backend == "auto" and q.is_cuda)
-    is_step = is_step and not (is_window or is_dense or is_whole)
+    if config.ranks and l == d == 1:  # tokens rank blocks
+        ck = k
+    elif config.ranks:  # means of windows do, which a cache may keep
+        means = kept_means(key, l, d) if keys is None else None
+        if means is None:
+            means = windows_of(k.transpose(1, 2), l, d, True, documents).mean(dim=-2)
+        ck = means[:, :, : k.shape[1] // d].transpose(1, 2).to(k.dtype)
+    sinks = None if sinks is None else sinks[None]
+    call = Call(q, k, v, ck, q_offset=starts, documents=documents, sinks=sinks)
+    has_kernels = backend == "triton" or (backend == "auto" and q.is_cuda)
+    is_step = has_kernels and not (is_window or is_dense or is_whole)
     if is_step and not why_not("decode_attention", call, config):
         if isinstance(starts, int):
             starts = torch.full((B,), starts, device=q.device, dtype=torch.int32)
         counters = decode.workspace(B, k.shape[2], q.device)
-        step = DecodeInputs(q, k, v, starts, ck, counts=counts, sinks=one_sink, counters=counters)
+        step = DecodeInputs(q, k, v, starts, ck, counts=counts, sinks=sinks, counters=counters)
         out = decode.run_decode_kernels(config, step)
     else:
         op = "sliding_window_attention" if is_window else "native_sparse_attention"
-        name = dispatch.choose(backend, op, call, config)
-        out, _ = branches.attend(call, config, name)
-    if moves is not None:
-        out = Move.apply(out, *reversed(moves[0]))
+        out, _ = branches.attend(call, config, dispatch.choose(backend, op, call, config))
+    if queries is not None:
+        out = Move.apply(out, *reversed(queries))
     return out.contiguous(), None
 
 
@@ -222,7 +215,8 @@ def check_model(model: Any, is_switched: bool = True) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a PreTrainedModel of transformers, got {describe(model)}")
     config, name, modules = model.config, type(model).__name__, [*model.modules()]
-    kinds, problem = layer_types(config), None
+    window, problem = getattr(config, "sliding_window", None), None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * (window is not None)
     if any(isinstance(module, SparseAttention) for module in modules):
         problem = (
             f"not be converted already or of SparseAttention layers, got such a {name}: load it "
@@ -242,7 +236,7 @@ def check_model(model: Any, is_switched: bool = True) -> PreTrainedModel:
     elif {*kinds} == {"sliding_attention"}:
         problem = (
             "be one with layers of full attention, as others have their window already, got "
-            f"{name} with sliding_window={config.sliding_window} in all layers"
+            f"{name} with sliding_window={window} in all layers"
         )
     if problem:
         raise ValueError(f"model must {problem}")

@@ -17,6 +17,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from ..attention import SparseAttention
 from ..cache.kv_cache import KVCache
 from ..checks import check_int, describe
 from ..compress import unfold, windows_of
@@ -67,13 +68,13 @@ class SparseLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         # of keys that another call has moved or cropped they are computed anew
-        means = kept_means(self.keys, l, d)
+        means: Any = kept_means(self.keys, l, d)
         self.keys = self.extend("keys", self.keys, key_states)
         self.values = self.extend("values", self.values, value_states)
         if l == d == 1 or torch.compiler.is_compiling():
             return self.keys, self.values
         count = 0 if means is None else means.shape[2]
-        if means is None or count * d < l:  # windows that begin before the first token
+        if count * d < l:  # windows that begin before the first token
             means = windows_of(self.keys, l, d, True).mean(dim=-2)
         elif self.keys.shape[2] // d > count:  # the newest tokens complete some
             new = unfold(self.keys[:, :, (count + 1) * d - l :], l, d).mean(dim=-2)
@@ -213,42 +214,32 @@ class KVLayer(CacheLayerMixin):
             "past_key_values holds the tokens of a SparseAttention, which another model cannot use"
         )
 
-    def arguments(self, x: Tensor, mask: NSAMask | None, is_first: bool) -> dict[str, Any]:
-        """The arguments of a `SparseAttention` for new tokens x [B, T, dim]. The first layer checks
-        that there is room, and that the mask hides the padding that earlier masks hid."""
+    def attend(self, layer: SparseAttention, x: Tensor, mask: NSAMask) -> Tensor:
+        """The output of the layer for new tokens x [B, T, dim]. The mask must hide the padding that
+        earlier masks hid."""
         if not self.is_initialized:
             self.lazy_initialization(x, x)
-        tokens, T = None if mask is None else mask.tokens, x.shape[1]
-        if is_first and not torch.compiler.is_compiling():  # there the host does not know
-            slots, limit = int(self.slots), self.max_cache_len
-            if limit is not None and slots + T > limit:
-                raise ValueError(
-                    f"past_key_values is full: it holds {slots} of {limit} tokens, got {T} more"
-                )
-            lengths = self.cache.lengths
-            mask_lengths = (
-                [slots] * len(lengths) if tokens is None else tokens[:, :slots].sum(1).tolist()
-            )
-            if slots and lengths != mask_lengths:
+        tokens, (B, T, _), is_compiling = mask.tokens, x.shape, torch.compiler.is_compiling()
+        if not is_compiling and any(lengths := self.cache.lengths):
+            shown = mask.share(NSAMask.earlier_tokens, B, T)
+            if lengths != shown:
                 raise ValueError(
                     f"attention_mask must show the {lengths} tokens that past_key_values holds of "
-                    f"each sequence, got {mask_lengths}: give the mask [B, S] of all tokens so far"
+                    f"each sequence, got {shown}: give the mask [B, S] of all tokens so far"
                 )
-        if mask is None or tokens is None:
-            return dict(cache=self.cache)
-        new, are_all = mask.share(NSAMask.new_tokens, T)
-        padding: dict[str, Any] = dict(lengths=new[:, 0].int()) if T == 1 else dict(mask=new)
-        return dict(cache=self.cache) | ({} if are_all else padding)
-
-    def count(self, T: int, mask: NSAMask | None) -> None:
-        """Count the slots of a forward, as `arguments` was called for it."""
+        padding: dict[str, Any] = {}
+        if tokens is not None:
+            new, are_all = mask.share(NSAMask.new_tokens, T)
+            if not are_all:
+                padding = dict(lengths=new[:, 0].int()) if T == 1 else dict(mask=new)
+        out: Tensor = layer(x, cache=self.cache, **padding)
         if not self.is_compileable:
-            self.slots += T
-            self.real = None if mask is None else mask.tokens
-            return
+            self.slots, self.real = self.slots + T, tokens
+            return out
         self.slots.add_(T)
-        if not torch.compiler.is_compiling():
+        if not is_compiling:
             self.mark()
+        return out
 
     def mark(self) -> None:
         """Tell the compiler that the tensors stay where they are, so that CUDA graphs write them in
@@ -266,8 +257,6 @@ class KVLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1 if self.max_cache_len is None else self.max_cache_len
-
-    get_max_cache_shape = get_max_length  # in older releases
 
     def reset(self) -> None:
         if self.is_compileable and self.is_initialized:
@@ -287,11 +276,11 @@ class KVLayer(CacheLayerMixin):
         if n <= 0 or not self.slots:
             return
         removed = [n] * len(self.cache.lengths)
-        if self.real is not None:
-            removed = self.real[:, self.slots - n :].sum(1).tolist()
-            self.real = self.real[:, : self.slots - n]
-        self.cache.truncate([a - b for a, b in zip(self.cache.lengths, removed, strict=True)])
         self.slots -= n
+        if self.real is not None:
+            removed = self.real[:, self.slots :].sum(1).tolist()
+            self.real = self.real[:, : self.slots]
+        self.cache.truncate([a - b for a, b in zip(self.cache.lengths, removed, strict=True)])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if not self.is_initialized or not any(self.cache.lengths):
@@ -303,12 +292,10 @@ class KVLayer(CacheLayerMixin):
             self.real = self.real[beam_idx.to(self.real.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(len(self.cache.lengths))
-        self.reorder_cache(rows.repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(len(self.cache.lengths)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        rows = torch.arange(len(self.cache.lengths), device=indices.device)
-        self.reorder_cache(rows[indices])
+        self.reorder_cache(torch.arange(len(self.cache.lengths), device=indices.device)[indices])
 
 
 def layer_of(cache: Any, index: int) -> KVLayer:

@@ -104,12 +104,11 @@ def convert(
         index: sparse_layer(getattr(layer, "self_attn", layer), rotary, config, settings, bias)
         for index, layer in layers.items()
     }
-    first = min(replaced)
     for index, attention in replaced.items():
         module = layers[index].self_attn
-        new = NSAAttention(attention, index, module.attention_dropout, index == first)
+        new = NSAAttention(attention, index, module.attention_dropout)
         layers[index].self_attn = new.train(module.training)
-    saved = kept_settings(replaced[first].config, SETTINGS) | dict(gate_bias=bias)
+    saved = kept_settings(attention.config, SETTINGS) | dict(gate_bias=bias)
     setattr(decoder.config, KEY, saved)
     decoder.set_attn_implementation(NAME)
     return model

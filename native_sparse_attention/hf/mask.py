@@ -1,8 +1,7 @@
 """Which keys the queries of a forward may see, beside causality.
 
 transformers makes one mask for all layers of a forward and passes it to each, as it passes the
-`BlockMask` of flex_attention. For "nsa" it is None (all keys are tokens of one document, and the
-queries are the last of them), or an `NSAMask`.
+`BlockMask` of flex_attention. For "nsa" it is an `NSAMask`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ class NSAMask:
             written, of the first L keys; None without padding.
         documents: integers [B, T], equal within a packed document; None for one document a row.
         visible: bool [B, 1, T, S], which keys each query sees, of layers that run in SDPA.
-        past_dense_length: whether the host knows that all queries are past `dense_length`.
+        least_position: with a `length` that the host does not read, a position that no query is
+            before.
         has_positions: whether positions are known to be those of the tokens of one document.
     """
 
@@ -57,9 +57,9 @@ class NSAMask:
     tokens: Any = None
     documents: Any = None
     visible: Any = None
-    past_dense_length: bool = False
+    least_position: int = 0
     has_positions: bool = False
-    results: dict[Any, Any] = field(default_factory=dict, repr=False)
+    results: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     # a mask of layers, as of four axes: transformers makes those from masks of two
     ndim = 4
@@ -74,12 +74,9 @@ class NSAMask:
 
     def to(self, device: Any, *args: Any, **kwargs: Any) -> NSAMask:
         """The mask on the device of a layer, as accelerate asks for it."""
-        names = ("length", "tokens", "documents", "visible")
-        tensors = {n: t for n in names if isinstance(t := getattr(self, n), Tensor)}
-        if all(t.device == torch.device(device) for t in tensors.values()):
-            return self
-        changes: dict[str, Any] = {name: t.to(device) for name, t in tensors.items()}
-        return replace(self, **changes, results={})
+        moved = {n: t.to(device) for n, t in vars(self).items() if isinstance(t, Tensor)}
+        is_there = all(t is getattr(self, name) for name, t in moved.items())
+        return self if is_there else replace(self, **moved)
 
     def share(self, compute: Callable[..., Any], *args: Any) -> Any:
         """`compute(self, *args)`, for all layers that share the mask."""
@@ -96,6 +93,11 @@ class NSAMask:
         return varlen.layout(
             tuple(rows.shape), rows.device, step, segment_ids=self.documents, mask=self.tokens
         )
+
+    def earlier_tokens(self, B: int, T: int) -> list[int]:
+        """Tokens before the T queries, of each of B rows."""
+        slots = int(self.length) - T
+        return [slots] * B if self.tokens is None else self.tokens[:, :slots].sum(1).tolist()
 
     def new_tokens(self, T: int) -> tuple[Tensor, bool]:
         """Which of the T queries are tokens, [B, T], and whether the host knows that all are."""
@@ -126,40 +128,35 @@ def compaction(real: Tensor) -> tuple[Tensor, Tensor]:
     return source, order.argsort(dim=1).where(real, -1)
 
 
-def check_call(
-    module: Any,
-    mask: Any,
-    T: int,
-    options: Mapping[str, Any],
-    is_first: bool,
-    is_causal: bool | None = None,
-) -> None:
-    """Check that a layer asks for what sparse attention has, and in the first layer that neighbours
-    are at successive positions: transformers looks for packed documents without a cache alone, and
-    a graph cannot look."""
+def check_call(module: Any, mask: Any, T: int, options: Mapping[str, Any]) -> None:
+    """Check that a layer asks for what sparse attention has."""
     for name, message in REFUSED.items():
         value = options.get(name)
         if isinstance(value, Tensor) or value:
             raise ValueError(message.format(value))
+    is_causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError(
             f"is_causal must be True with sparse attention, got False in {type(module).__name__}"
         )
-    if mask is not None and not isinstance(mask, NSAMask):
+    if not isinstance(mask, NSAMask):
         raise ValueError(
             f"attention_mask must be [B, S] with sparse attention, got {describe(mask)}: {HINT}"
         )
-    if not is_first or T == 1 or torch.compiler.is_compiling():
-        return
-    tokens, documents = (None, None) if mask is None else (mask.tokens, mask.documents)
-    bounds, positions = options.get("cu_seq_lens_q"), options.get("position_ids")
-    is_wrong = bounds is not None and len(bounds) > 2 and documents is None
-    if positions is not None and not (mask is not None and mask.has_positions):
+    if T > 1 and not torch.compiler.is_compiling():
+        mask.share(check_positions, T, options.get("position_ids"), options.get("cu_seq_lens_q"))
+
+
+def check_positions(mask: NSAMask, T: int, positions: Any, bounds: Any) -> None:
+    """Check that neighbours are at successive positions: transformers looks for packed documents
+    without a cache alone, and a graph cannot look."""
+    is_wrong = bounds is not None and len(bounds) > 2 and mask.documents is None
+    if positions is not None and not mask.has_positions:
         jumps = positions[..., 1:] - positions[..., :-1] != 1
-        if tokens is not None:
-            jumps = jumps & tokens[:, 1 - T :] & tokens[:, -T:-1]
-        if documents is not None:
-            jumps = jumps & (documents[:, 1:] == documents[:, :-1])
+        if mask.tokens is not None:
+            jumps = jumps & mask.tokens[:, 1 - T :] & mask.tokens[:, -T:-1]
+        if mask.documents is not None:
+            jumps = jumps & (mask.documents[:, 1:] == mask.documents[:, :-1])
         is_wrong = is_wrong or bool(jumps.any())
     if is_wrong:
         raise ValueError(
@@ -168,17 +165,10 @@ def check_call(
         )
 
 
-def layer_types(config: Any) -> list[str]:
-    """The kind of each layer; of one layer where all are alike."""
-    is_full = getattr(config, "sliding_window", None) is None
-    kinds: list[str] | None = getattr(config, "layer_types", None)
-    return kinds or ["full_attention" if is_full else "sliding_attention"]
-
-
 def check_layers(config: Any, name: str) -> None:
     """Check that "nsa" computes every layer of a model of this configuration."""
     problem = ""
-    if kinds := sorted({*layer_types(config)} - LAYER_TYPES):
+    if kinds := sorted({*(getattr(config, "layer_types", None) or ())} - LAYER_TYPES):
         problem = f"with layers of {' and '.join(sorted(LAYER_TYPES))}, got {name} with {kinds}"
     if crossed := getattr(config, "cross_attention_layers", None):
         problem = f"without cross-attention, got {name} with cross_attention_layers={[*crossed]}"
@@ -200,7 +190,7 @@ def nsa_mask(
     device: torch.device | str = "cpu",
     config: Any = None,
     **options: Any,
-) -> NSAMask | None:
+) -> NSAMask:
     """The mask of a forward, as `AttentionMaskInterface` asks for it. Over a cache, layers with a
     window and with padding those of dense attention see what SDPA shows them; so do layers with a
     window where padding lies between tokens.
@@ -220,33 +210,29 @@ def nsa_mask(
     if not tracing and config is not None:
         check_layers(config, type(config).__name__)
     if not tracing and attention_mask is not None:
-        shape = (batch_size, int(q_offset) + T)
-        rows, width = attention_mask.shape
+        shape, (rows, width) = [batch_size, int(q_offset) + T], attention_mask.shape
         if rows not in (1, batch_size) or width < shape[1]:
-            raise ValueError(f"attention_mask must have shape {[*shape]}, got {[rows, width]}")
+            raise ValueError(f"attention_mask must have shape {shape}, got {[rows, width]}")
     documents = tokens = None
     if not allow_is_causal_skip and T > 1:
-        find = documents_uncompiled if tracing else documents_of_function
-        documents = find(mask_function, batch_size, T, q_offset, device)
+        documents = find_documents(mask_function, batch_size, T, q_offset, device)
     key = torch.arange(S, device=device)
     if attention_mask is not None:
         tokens = attention_mask[:, kv_offset : kv_offset + S].to(device, torch.bool)
         tokens = F.pad(tokens, (0, S - tokens.shape[1])).expand(batch_size, -1)
         if not tracing and bool((tokens | (key >= q_offset + T - kv_offset)).all()):
             tokens = None
-    is_plain, is_whole = tokens is None and documents is None, T == S and kv_offset == 0
-    is_known = not isinstance(q_offset, Tensor)
+    is_whole, is_known = T == S and kv_offset == 0, not isinstance(q_offset, Tensor)
+    is_last = is_whole or (is_known and q_offset + T == kv_offset + S)
+    if is_last and tokens is None and documents is None:
+        return NSAMask(S)
     is_drop_in = getattr(config, KEY, None) and not getattr(config, CONVERTED_KEY, None)
     if local_size is None:  # padding over a cache that is short enough for dense attention
         needs_sdpa = not is_whole and tokens is not None and is_drop_in
         needs_sdpa = needs_sdpa and dense_limit(drop_in_settings(config)) >= S
-    elif is_plain:
-        if is_whole or (is_known and q_offset + T == kv_offset + S):
-            return None
-        needs_sdpa = True
     else:  # a window counts slots, padding between tokens too
         needs_sdpa = not is_whole
-        if tokens is not None and is_whole and not tracing:
+        if is_whole and tokens is not None and not tracing:
             begins = tokens & ~F.pad(tokens, (1, 0))[:, :-1]
             needs_sdpa = bool((begins.sum(1) > 1).any())
     if needs_sdpa:
@@ -257,27 +243,24 @@ def nsa_mask(
         )  # fmt: skip
         return NSAMask(S, visible=visible, has_positions=True)  # wrong ones as in SDPA
     if is_whole:
-        return None if is_plain else NSAMask(S, tokens, documents)
-    if not is_known and (tracing or T == 1):
-        # one graph of a step serves all lengths, or the two sides of `dense_length`
-        length: Any = torch.as_tensor(q_offset, device=device) + T
-        if tokens is not None:
-            return NSAMask(length, tokens & (key < length))
-        is_past = is_drop_in and not tracing
-        is_past = is_past and int(q_offset) >= drop_in_settings(config)["dense_length"]
-        return NSAMask(length, past_dense_length=bool(is_past))
-    L = int(q_offset) + T
-    if tokens is None:
-        return None if L == S else NSAMask(L)
-    return NSAMask(L, tokens[:, :L])
+        return NSAMask(S, tokens, documents)
+    if is_known or not (tracing or T == 1):
+        L = int(q_offset) + T
+        return NSAMask(L, None if tokens is None else tokens[:, :L])
+    # one graph of a step serves all lengths, or the two sides of `dense_length`
+    length, least_position = torch.as_tensor(q_offset, device=device) + T, 0
+    if tokens is None and is_drop_in and not tracing:
+        dense_length: int = drop_in_settings(config)["dense_length"]
+        least_position = dense_length if int(q_offset) >= dense_length else 0
+    tokens = None if tokens is None else tokens & (key < length)
+    return NSAMask(length, tokens, least_position=least_position)
 
 
-def documents_of_function(
-    mask_function: Callable[..., Any],
-    B: int,
-    T: int,
-    q_offset: int | Tensor,
-    device: torch.device | str,
+@torch.compiler.disable(
+    reason="packed sequences are looked for on the host: give attention_mask [B, S]"
+)
+def find_documents(
+    mask_function: Callable[..., Any], B: int, T: int, q_offset: int | Tensor, device: Any
 ) -> Tensor | None:
     """The documents [B, T] of a mask function: a token that does not see the one before begins
     another. None for one document a row."""
@@ -291,9 +274,3 @@ def documents_of_function(
             f"an image: {HINT}"
         )
     return F.pad(begins.expand(B, -1), (1, 0)).cumsum(1) if bool(begins.any()) else None
-
-
-documents_uncompiled = torch.compiler.disable(
-    documents_of_function,
-    reason="packed sequences are looked for on the host: give attention_mask [B, S]",
-)

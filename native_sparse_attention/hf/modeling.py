@@ -55,23 +55,16 @@ class Ranking:
 
 class NSAAttention(nn.Module):
     """A `SparseAttention` with the call of an attention module of transformers: the attention of
-    `NSAModel`, and of models that `convert` has changed. Layers after the first (`is_first`) rely
-    on its checks; `dropout`, of the module that it replaces, must be 0 in training."""
+    `NSAModel`, and of models that `convert` has changed. `dropout`, of the module that it replaces,
+    must be 0 in training."""
 
     ranking: Ranking | None = None
 
-    def __init__(
-        self,
-        attention: SparseAttention,
-        layer_idx: int,
-        dropout: float = 0.0,
-        is_first: bool = True,
-    ):
+    def __init__(self, attention: SparseAttention, layer_idx: int, dropout: float = 0.0):
         super().__init__()
         self.attention = attention
         self.layer_idx = layer_idx
         self.dropout = dropout
-        self.is_first = is_first
 
     def forward(
         self,
@@ -86,21 +79,19 @@ class NSAAttention(nn.Module):
         """Attention [B, T, dim] to these tokens and to those of the cache, which newer releases
         call `cache`. The layer has the frequencies of the model. `ranking` takes the loss of a
         learned ranking; `ranking_losses` sets it too."""
-        dropout = self.dropout if self.training else 0.0
-        x, T, mask = hidden_states, hidden_states.shape[1], attention_mask
-        check_call(self, mask, T, dict(options, dropout=dropout), self.is_first)
+        options["dropout"] = self.dropout if self.training else 0.0
+        x, T, layout = hidden_states, hidden_states.shape[1], None
+        mask = NSAMask(T) if attention_mask is None else attention_mask
+        check_call(self, mask, T, options)
         cache = past_key_values if cache is None else cache
         ranking = self.ranking if ranking is None else ranking
         if cache is not None and ranking is not None:
             raise ValueError("past_key_values must be None while rankings learn: use_cache=False")
         if cache is not None:
             layer = layer_of(cache, self.layer_idx)
-            out = self.attention(x, **layer.arguments(x, mask, self.is_first))
-            layer.count(T, mask)
-            return out, None
+            return layer.attend(self.attention, x, mask), None
         call: dict[str, Any] = {}
-        layout = None
-        if mask is not None and (mask.tokens is not None or mask.documents is not None):
+        if mask.tokens is not None or mask.documents is not None:
             layout = mask.share(NSAMask.layout, self.attention.config.alignment)
             x, call["documents"] = layout.spread(x), layout.documents
         if ranking is None or self.attention.to_index is None:
@@ -172,7 +163,7 @@ class NSADecoderLayer(LlamaDecoderLayer):
         GradientCheckpointingLayer.__init__(self)
         layer = config.layer_config_of(index)
         attention = SparseAttention.from_config(layer, rope_theta=config.rope_theta)
-        self.self_attn = NSAAttention(attention, index, is_first=index == 0)
+        self.self_attn = NSAAttention(attention, index)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)

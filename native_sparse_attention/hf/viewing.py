@@ -31,9 +31,7 @@ from .convert import convert, load_converted, quiet
 
 
 def load_viewed(
-    path: str | Path,
-    settings: Mapping[str, Any] | None = None,
-    device: torch.device | str = "cpu",
+    path: str | Path, settings: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, Any]:
     """A model whose layers are `SparseAttention`, in inference mode, and its tokenizer.
 

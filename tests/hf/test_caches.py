@@ -235,10 +235,10 @@ def test_what_a_static_cache_cannot_do_is_refused():
     model, (text,) = native("one_softmax"), prompts(30)
     last = dict(position_ids=torch.tensor([[20]]))
     cache = static(model, 20)
-    with pytest.raises(ValueError, match="full"):
+    with pytest.raises(ValueError, match="cache is full: row 0 holds 0 of max_length=20 tokens"):
         call(model, text, cache)
     call(model, text[:, :20], cache)
-    with pytest.raises(ValueError, match="is full: it holds 20 of 20 tokens, got 1 more"):
+    with pytest.raises(ValueError, match="cache is full: row 0 holds 20 of max_length=20 tokens"):
         call(model, text[:, 20:21], cache, **last)
     with pytest.raises(ValueError, match="must be a DynamicCache to be cropped"):
         cache.layers[0].crop(-1)

@@ -132,11 +132,12 @@ def test_other_masks_are_refused(model):
 
 
 def test_masks_say_what_they_are():
-    """Of a forward without padding there is none; else facts of keys, linear in their number."""
+    """Facts of keys, linear in their number."""
     given = dict(batch_size=2, q_length=5, mask_function=causal_mask_function)
     tokens = torch.ones(2, 9)
-    assert nsa_mask(**given, kv_length=5) is None
-    assert nsa_mask(**given, kv_length=9, q_offset=4, attention_mask=tokens) is None
+    for plain in (dict(kv_length=5), dict(kv_length=9, q_offset=4, attention_mask=tokens)):
+        assert nsa_mask(**given, **plain).length == plain["kv_length"]
+        assert nsa_mask(**given, **plain).tokens is None
     static = nsa_mask(**given, kv_length=20, q_offset=4, attention_mask=tokens)
     assert static.length == 9 and static.tokens is None
     assert nsa_mask(**given, kv_length=20, attention_mask=static) is static
@@ -147,7 +148,7 @@ def test_masks_say_what_they_are():
     step = given | dict(q_length=1, kv_length=20, q_offset=torch.tensor(8))
     assert nsa_mask(**step).length.tolist() == 9
     config = SimpleNamespace(nsa_config=dict(dense_length=8))
-    assert nsa_mask(**step, config=config).past_dense_length
+    assert nsa_mask(**step, config=config).least_position == 8
     mask = nsa_mask(**step, attention_mask=tokens)
     assert mask.length.tolist() == 9 and mask.tokens.shape == (2, 20)
     assert mask.tokens[:, :9].equal(tokens.bool()) and not mask.tokens[:, 9:].any()
