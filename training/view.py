@@ -15,7 +15,6 @@ import numpy as np
 from native_sparse_attention import Transformer
 from native_sparse_attention.view import __main__ as viewer
 from native_sparse_attention.view import byte_texts, page
-from native_sparse_attention.view.pages import first_document
 
 from .data import encoded
 from .errors import UserError
@@ -42,6 +41,13 @@ def write_view(run: Path, model: Transformer, cfg: Namespace, data: np.ndarray, 
     with autocast(cfg):
         content = page(model, list(text), byte_texts(text), title=f"{run.name}, step {step:,}")
     write(checkpoint_path(run, step, ".html"), content.encode())
+
+
+def first_document(data: bytes, marker: bytes) -> bytes:
+    """The bytes from the first marker up to the next one; all of them where there is none."""
+    start = max(0, data.find(marker))
+    end = data.find(marker, start + 1)
+    return data[start:] if end < 0 else data[start:end]
 
 
 # the command

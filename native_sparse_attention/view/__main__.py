@@ -4,8 +4,7 @@ python -m native_sparse_attention.view MODEL_FOLDER --text book.txt --settings '
 
 MODEL is a folder of a model of transformers with its tokenizer: an NSAForCausalLM, a converted
 model, or another decoder, which is shown as it attends under `use_sparse_attention`; or a GGUF
-file. Nothing is downloaded. `python -m training.view`, of a checkout, shows a run of
-train_enwik8.py.
+file. Nothing is downloaded. `python -m training.view` shows a run of train_enwik8.py.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ BYTES_PER_TOKEN = 64
 MODEL = "folder of a model of transformers with its tokenizer, or .gguf file"
 SETTINGS = "of use_sparse_attention, for a dense model (those in its config.json, or the defaults)"
 
-# the model, the ids of tokens and what each is in the text, and what else the model is called with
-Loaded = tuple[nn.Module, list[int], list[str], dict[str, Any]]
-
 
 def layer_list(text: str) -> list[str | int]:
     """Numbers or names, separated by commas."""
@@ -42,8 +38,10 @@ def json_object(text: str) -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def load_pretrained(args: argparse.Namespace, data: bytes) -> Loaded:
-    """A model of transformers, and the tokens of a text."""
+def load_pretrained(
+    args: argparse.Namespace, data: bytes
+) -> tuple[nn.Module, list[int], list[str], dict[str, Any]]:
+    """A model of transformers, ids and texts of tokens, and other arguments of the model."""
     if not args.model.exists():
         raise ValueError(f"MODEL must be a {MODEL}, got {args.model}")
     from ..hf.viewing import load_viewed
@@ -57,12 +55,9 @@ def main(
     argv: list[str] | None = None, load: Any = load_pretrained, program: str = PROGRAM
 ) -> None:
     """Exit status: 0, or 2 after bad input. `load` returns what the model runs on."""
-    parser = argparse.ArgumentParser(
-        prog=program,
-        usage="%(prog)s MODEL --text FILE [options]",
-        description="Writes one HTML page: point at a token and see what it reads.",
-        allow_abbrev=False,
-    )
+    description = "Writes one HTML page: point at a token and see what it reads."
+    usage = "%(prog)s MODEL --text FILE [options]"
+    parser = argparse.ArgumentParser(program, usage, description, allow_abbrev=False)
     add = parser.add_argument
     add("model", metavar="MODEL", type=Path, help=MODEL)
     add("--text", type=Path, required=True, metavar="FILE", help="text to read")
@@ -92,13 +87,12 @@ def main(
     part = f", the first of {args.text}" if len(ids) > most else ""
     size, tokens = len(content) / 1e6, min(len(ids), most)
     sys.stdout.write(f"{args.out}: {tokens:,} tokens{part}; {size:.1f} MB\n")
-    layers = sparse_layers(model, args.layers).values()
-    dense_length = min(layer.config.dense_length for layer in layers)
+    layers = sparse_layers(model, args.layers)
+    dense_length = min(layer.config.dense_length for layer in layers.values())
     if dense_length >= tokens:
         hint = ": --settings '{\"dense_length\": 0}' shows blocks" if model_kwargs else ""
-        sys.stdout.write(
-            f"every token attends to all keys, as dense_length is {dense_length}{hint}\n"
-        )
+        told = f"every token attends to all keys, as dense_length is {dense_length}{hint}\n"
+        sys.stdout.write(told)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import einsum, rearrange
+from einops import rearrange
 from torch import Tensor, nn
 
 from .. import blocks
@@ -26,7 +26,7 @@ from ..compat import no_autocast
 from ..config import AttentionConfig, NSAConfig
 from ..ops import branches, dispatch
 from ..ops.call import Call
-from ..ops.reference import capped, importance_scores, upcast, visible_windows
+from ..ops.reference import RankedQueries, block_scores, capped, scores, upcast
 from ..varlen import Documents
 
 # how many queries of a sequence `collect` samples, if not told
@@ -41,8 +41,7 @@ class Reading:
     """What m queries of each sequence read in one call of one layer; tensors on the CPU.
 
     Query head h reads by the ranking of head `h * r // heads`. A **dense** query attends to all
-    keys: its slots are empty and its mass is 1. At a position without a token (padding) slots are
-    empty and numbers NaN.
+    keys: its slots are empty and its mass is 1. Without a token (padding) numbers are NaN.
 
     Attributes:
         layer: name of the layer in the model. config: its settings. length: tokens of a row.
@@ -58,13 +57,12 @@ class Reading:
             float32 over all keys that the query may see, `sum_(j in c) softmax_j(q . k_j scale)`,
             with queries and keys of the selected branch, scale and soft cap, without sinks.
         mass: [b, m, h], its sum over the slots: the share of full attention that is read.
-        window_mass: [b, m, h], the probability of the sliding window, by its own keys. None without
-            this branch.
+        window_mass: [b, m, h], the probability of the sliding window, by its own keys.
         gates: [b, m, h, branches], in the order of `config.branches`. None for a branch alone.
         agreement: [b, m, r], the share of the ranked blocks that the query before ranks too; NaN
             where one of them ranks none.
 
-    Without the selected branch `blocks`, `scores`, `block_mass`, `mass` and `agreement` are None.
+    None without their branch: `window_mass`; `blocks`, `scores`, `block_mass`, `mass`, `agreement`.
     """
 
     layer: str
@@ -144,19 +142,15 @@ def sparse_layers(model: Any, layers: Any) -> dict[str, SparseAttention]:
     check_model(model)
     sparse = {n: m for n, m in model.named_modules() if isinstance(m, SparseAttention)}
     if not sparse:
-        raise ValueError(
-            f"model must have SparseAttention layers, got {type(model).__name__} without one: a "
-            "decoder of transformers gets them by convert(model), not by use_sparse_attention"
-        )
+        got = f"{type(model).__name__}: a decoder of transformers gets them by convert(model)"
+        raise ValueError(f"model must have SparseAttention layers, got {got}")
     if layers is None:
         return sparse
     names: dict[Any, str] = dict(enumerate(sparse)) | dict(zip(sparse, sparse, strict=True))
     is_list = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
     if not is_list or any(layer not in names for layer in layers):
-        raise ValueError(
-            f"layers must be a list of names of layers ({', '.join(list(sparse)[:4])} ...) or of "
-            f"numbers below {len(sparse)}, got {describe(layers)}"
-        )
+        known = f"layers ({', '.join([*sparse][:4])} ...) or of numbers below {len(sparse)}"
+        raise ValueError(f"layers must be a list of names of {known}, got {describe(layers)}")
     chosen = {names[layer] for layer in layers}
     return {name: layer for name, layer in sparse.items() if name in chosen}
 
@@ -169,13 +163,8 @@ def sample(queries: int | Tensor | None, seed: int, length: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randperm(length, generator=generator)[:queries].sort().values
     if (last := int(queries.max())) >= length:
-        raise ValueError(
-            f"queries must be positions below {length}, the number of tokens, got {last}"
-        )
+        raise ValueError(f"queries must be positions below {length} (tokens), got {last}")
     return queries
-
-
-# what queries read
 
 
 def rank_all(call: Call, config: AttentionConfig, indices: Tensor | None) -> Tensor:
@@ -195,31 +184,22 @@ def attention_probs(q: Tensor, k: Tensor, visible: Tensor, config: AttentionConf
     """Full attention [b m h j] of queries [b m h d] and keys [b j k d] that they see [b|1 m j], in
     fp32. Sinks take no part. NaN for a query that sees no key."""
     q, k = upcast(q, k)
-    grouped = rearrange(q, "b m (k g) d -> b m k g d", k=k.shape[2])
-    logits = einsum(grouped, k, "b m k g d, b j k d -> b m k g j")
-    logits = capped(logits * config.scale_of(q.shape[-1]), config.soft_cap).flatten(2, 3)
-    return logits.masked_fill(~visible[:, :, None], float("-inf")).softmax(dim=-1)
+    logits = capped(scores(q, k, config.scale), config.soft_cap)
+    probs = logits.masked_fill(~visible[:, None, None], float("-inf")).softmax(dim=-1)
+    return rearrange(probs, "b k g m j -> b m (k g) j")
 
 
 def ranking_scores(call: Call, config: AttentionConfig, i: Tensor, ranked: Tensor) -> Tensor:
     """The scores [b m r n] by which blocks `ranked` were chosen; NaN in an empty slot."""
-    W, d, s = call.ck.shape[1], config.d, config.selection_block_size
-    if W == 0:  # no window, so no score
-        return torch.full(ranked.shape, NAN, device=ranked.device)
     i, documents = blocks.leader(i, config.selection_stride), None
     if call.documents is not None:
         documents = Documents(*(bound[:, i] for bound in call.documents))
     part = call.ranking(config.branches)
-    tensors = part.q[:, i], part.ck, part.mem_k, part.sinks
-    wide: list[Any] = [None if t is None else upcast(t)[0] for t in tensors]
-    q, ck, mem_k, sinks = wide
-    scores = importance_scores(
-        q, ck, mem_k, visible_windows(i[None], W, d, config.causal, documents),
-        torch.arange(blocks.num_blocks(call.k.shape[1], s), device=i.device),
-        config, None if sinks is None else sinks[0],
-    )  # fmt: skip
-    scores = rearrange(scores, "b r m c -> b m r c").gather(-1, ranked.clamp(min=0).long())
-    return scores.masked_fill(ranked < 0, NAN)
+    count = blocks.num_blocks(call.k.shape[1], config.selection_block_size)
+    sinks = None if part.sinks is None else part.sinks[0]
+    queries = RankedQueries(part.q[:, i], part.ck, part.mem_k, sinks, i[None], documents, count, 0)
+    values = rearrange(block_scores(queries, config)[0], "b r m c -> b m r c")
+    return values.gather(-1, ranked.clamp(min=0).long()).masked_fill(ranked < 0, NAN)
 
 
 def share_in_common(chosen: Tensor, compared: Tensor) -> Tensor:
@@ -241,12 +221,10 @@ def read(
 ) -> dict[str, Tensor]:
     """Fields of a `Reading` for queries in rows i [m], from block indices [b i r n] of all queries,
     which were ranked by logits with `scale`."""
-    b, length = call.q.shape[:2]
-    s, q = config.selection_block_size, call.q[:, i]
+    length, s, q = call.q.shape[1], config.selection_block_size, call.q[:, i]
     j = torch.arange(length, device=i.device)
     # the first row of a query's document and one past the last, [b m]
-    first = i.new_zeros(b, len(i))
-    last = first + length
+    first, last = i.new_zeros(q.shape[:2]), i.new_full(q.shape[:2], length)
     if call.documents is not None:
         first, last = (bound[:, i].long() for bound in call.documents)
     exist = (i >= first) & (i < last)
@@ -305,15 +283,14 @@ def read(
 
 @torch.no_grad()
 def record(
-    call: Call,
-    config: AttentionConfig,
-    indices: Tensor | None,
-    *,
     name: str,
     layer: SparseAttention,
     readings: list[Reading],
     queries: int | Tensor | None,
     seed: int,
+    call: Call,
+    config: AttentionConfig,
+    indices: Tensor | None,
 ) -> None:
     """Record a call of a layer, which has block indices [b i r n]. O(m j) in time; in memory O(m)
     and a bounded number of scores."""
@@ -350,10 +327,9 @@ def collect(
 ) -> Iterator[Collection]:
     """Record what the sparse layers of a model read, while the context is open.
 
-    Each call of a `SparseAttention` in the model adds a `Reading` to `collection[name]`. Outputs
-    and gradients stay the same, bit by bit. The cost is O(m T) in each layer for m queries of T
-    tokens. A compiled model runs eagerly while the context is open. Activation checkpointing's
-    second run of a layer is not recorded.
+    Each call of a `SparseAttention` in the model adds a `Reading` to `collection[name]`; the second
+    run of a checkpointed layer does not. Outputs and gradients stay the same, bit by bit. The cost
+    is O(m T) in each layer for m queries of T tokens. A compiled model runs eagerly.
 
     ```python
     with collect(model, queries=64) as seen:
@@ -380,10 +356,8 @@ def collect(
     if isinstance(queries, Tensor) and queries.ndim:
         is_list = queries.dtype in INDEX_DTYPES and queries.ndim == 1 and queries.numel() > 0
         if not is_list or queries.min() < 0:
-            raise ValueError(
-                "queries must be a number, positions [m] of at least 0 or None for all, "
-                f"got {describe(queries)}"
-            )
+            expected = "a number, positions [m] of at least 0 or None for all"
+            raise ValueError(f"queries must be {expected}, got {describe(queries)}")
         queries = queries.detach().cpu().long()
     elif queries is not None:
         queries = check_int("queries", queries, 1)
@@ -397,8 +371,7 @@ def collect(
     eager = torch.compiler.set_stance("force_eager") if is_compiler_loaded else nullcontext()
     try:
         for name, layer in layer_by_name.items():
-            options: dict[str, Any] = dict(name=name, layer=layer, queries=queries, seed=seed)
-            layer.observer = partial(record, readings=collection[name], **options)
+            layer.observer = partial(record, name, layer, collection[name], queries, seed)
         with eager:
             yield collection
     finally:

@@ -120,10 +120,8 @@ def page(
     readings = collection.forward()
     for reading in readings:
         if reading.length != len(ids) or reading.documents is not None:
-            raise ValueError(
-                f"model must run {reading.layer!r} over the {len(ids)} tokens of one text, got "
-                f"{reading.length}"
-            )
+            expected = f"run {reading.layer!r} over the {len(ids)} tokens of one text"
+            raise ValueError(f"model must {expected}, got {reading.length}")
     data = {
         "texts": texts,
         "empty": EMPTY,
@@ -136,9 +134,6 @@ def page(
     heading = html.escape(title).encode(errors="replace").decode()
     head, _, tail = template.partition("{{data}}")
     return head.replace("{{title}}", heading) + content + tail
-
-
-# what each token is in a text
 
 
 def visible(character: str) -> str:
@@ -165,50 +160,20 @@ def byte_texts(data: bytes) -> list[str]:
     return texts
 
 
-def first_document(data: bytes, marker: bytes) -> bytes:
-    """The bytes from the first marker up to the next one; all of them where there is none."""
-    start = max(0, data.find(marker))
-    end = data.find(marker, start + 1)
-    return data[start:] if end < 0 else data[start:end]
-
-
 def token_texts(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
-    """The tokens of a text, and what each of them is in it.
+    """The tokens of a text by a tokenizer of transformers, and what each adds to the decoded text:
+    n ids and n strings, as `page` takes them.
 
-    Together the pieces are the text up to the end of the last token. Characters that no token
-    stands for belong to the next one. Of tokens that share a character the first has it, and the
-    others have "·". Control characters, and others that a reader does not see, are pictures or
-    codes such as <U+202E>. A tokenizer without offsets, which is not "fast", gives what each token
-    adds to the decoded text; then the last token of a character has it. Special tokens that the
-    tokenizer adds have their name.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-
-    Returns:
-        n ids and n strings, as `page` takes them.
+    Of tokens that share a character the last has it, and the others have "·". Control characters,
+    and others that a reader does not see, are pictures or codes such as <U+202E>.
     """
-    pieces = []
-    if not getattr(tokenizer, "is_fast", False):
-        ids = list(tokenizer(text, verbose=False)["input_ids"])
-        for i in range(len(ids)):
-            start = max(0, i - WINDOW)
-            prefix, longer = (decode(tokenizer, ids[start:end]) for end in (i, i + 1))
-            pieces.append("".join(map(visible, longer[len(prefix) :])) or NOTHING)
-        return ids, pieces
-    encoding = tokenizer(
-        text, return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False
-    )
-    ids, end = list(encoding["input_ids"]), 0
-    names = tokenizer.convert_ids_to_tokens(ids)
-    marks, offsets = encoding["special_tokens_mask"], encoding["offset_mapping"]
-    for name, is_added, (_, last) in zip(names, marks, offsets, strict=True):
-        piece = str(name) if is_added else "".join(map(visible, text[end:last]))
-        pieces.append(piece or NOTHING)
-        end = max(end, last)
+    ids, pieces = list(tokenizer(text, verbose=False)["input_ids"]), []
+    for i in range(len(ids)):
+        prefix, longer = (
+            tokenizer.decode(ids[max(0, i - WINDOW) : end], clean_up_tokenization_spaces=False)
+            for end in (i, i + 1)
+        )
+        # without a character of which tokens are missing
+        piece = longer.rstrip("\ufffd")[len(prefix.rstrip("\ufffd")) :]
+        pieces.append("".join(map(visible, piece)) or NOTHING)
     return ids, pieces
-
-
-def decode(tokenizer: Any, ids: list[int]) -> str:
-    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text.rstrip("\ufffd")  # a character of which tokens are missing

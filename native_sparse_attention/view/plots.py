@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks import check_int, describe
+from ..checks import check_int, check_type
 from .collector import Collection, Reading
 
 if TYPE_CHECKING:
@@ -23,17 +23,15 @@ def new_figure(width: float, height: float) -> tuple[Figure, Any]:
     """A figure that no window shows, and its axes."""
     try:
         from matplotlib.figure import Figure as Canvas
-    except ImportError:
-        raise ImportError(
-            "pictures need matplotlib: pip install 'native-sparse-attention[plot]'"
-        ) from None
+    except ImportError as error:
+        install = "pip install 'native-sparse-attention[plot]'"
+        raise ImportError(f"pictures need matplotlib: {install}") from error
     figure = Canvas(figsize=(width, height), dpi=120, layout="constrained")
     return figure, figure.subplots()
 
 
-def get_readings(collection: Any) -> list[Reading]:
-    if not isinstance(collection, Collection):
-        raise ValueError(f"collection must be what collect gives, got {describe(collection)}")
+def get_readings(collection: Collection) -> list[Reading]:
+    check_type("collection", collection, Collection, "what collect gives")
     return collection.forward()
 
 
@@ -45,8 +43,7 @@ def plot_selection(reading: Reading, head: int = 0, *, sequence: int = 0) -> Fig
         reading: of `collect`, with a selected branch: `seen["layers.0.0"][0]`.
         head, sequence: query head, and row of the batch.
     """
-    if not isinstance(reading, Reading):
-        raise ValueError(f"reading must be a Reading of collect, got {describe(reading)}")
+    check_type("reading", reading, Reading, "a Reading of collect")
     config, s, length = reading.config, reading.config.selection_block_size, reading.length
     if reading.blocks is None or reading.block_mass is None:
         raise ValueError(f"reading must be of a selected branch, got {config.branches}")
@@ -59,6 +56,7 @@ def plot_selection(reading: Reading, head: int = 0, *, sequence: int = 0) -> Fig
     mass = reading.block_mass[sequence, :, head]
     strength = 0.25 + 0.75 * mass / mass.amax(dim=-1, keepdim=True).clamp(min=1e-9)
     positions = reading.positions[sequence]
+    width = max(0.8, min(8.0, 300 / max(1, len(positions))))
     for kind in [*dict.fromkeys(reading.kinds), "dense"]:
         if kind == "dense":
             (query,) = reading.dense[sequence].nonzero(as_tuple=True)
@@ -70,10 +68,9 @@ def plot_selection(reading: Reading, head: int = 0, *, sequence: int = 0) -> Fig
             query, slot = (chosen[:, slots] >= 0).nonzero(as_tuple=True)
             first = s * chosen[:, slots][query, slot]
             end, alpha = first + s, strength[:, slots][query, slot].tolist() or None
-        t = positions[query]
+        t, color = positions[query], KIND_COLORS[kind]
         end = end.minimum(t + 1) if config.causal else end.clamp(max=length)
         lines = torch.stack((first, t, end, t), dim=-1).unflatten(-1, (2, 2)).tolist()
-        width, color = max(0.8, min(8.0, 300 / max(1, len(positions)))), KIND_COLORS[kind]
         axes.add_collection(
             LineCollection(lines, alpha=alpha or 0.6, linewidths=width, colors=color)
         )

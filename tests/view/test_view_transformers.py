@@ -251,5 +251,5 @@ def test_texts_of_tokens():
     tokenizer = byte_level()
     ids, texts = token_texts(tokenizer, "é🐝</s>\x07 the")
     assert ids == tokenizer("é🐝</s>\x07 the")["input_ids"]
-    assert texts[:10] == ["<s>", "é", "·", "🐝", "·", "·", "·", "</s>", "␇", " the"]
-    assert token_texts(words(), "the\n  bees ants ") == ([2, 1, 0], ["the", "\n  bees", " ants"])
+    assert texts[:10] == ["<s>", "·", "é", "·", "·", "·", "🐝", "</s>", "␇", " the"]
+    assert token_texts(words(), "the\n  bees ants ") == ([2, 1, 0], ["the", " bees", " [UNK]"])
