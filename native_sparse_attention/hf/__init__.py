@@ -2,9 +2,8 @@
 model's own weights; `convert(model)`, to layers of this library, and `distill`, to train them;
 `NSAForCausalLM`, a model of its own.
 
-The import registers "nsa" as an attention implementation of transformers, so that
-`from_pretrained(..., attn_implementation="nsa")` knows the name, and as a type of model, so that
-AutoConfig, AutoModel and AutoModelForCausalLM do. docs/huggingface.md describes it.
+The import registers "nsa" as an attention implementation of transformers, for `from_pretrained(...,
+attn_implementation="nsa")`, and as a type of model, for the Auto classes (docs/huggingface.md).
 """
 
 import re
@@ -12,16 +11,14 @@ from importlib import metadata
 
 try:
     installed = metadata.version("transformers")
-    # that of the extra hf
-    if [int(part) for part in re.findall(r"\d+", installed)[:2]] < [5, 17]:
-        raise ImportError(
-            f"native_sparse_attention.hf needs transformers 5.17 or later, got {installed}: "
-            "pip install 'native-sparse-attention[hf]'"
-        )
-except metadata.PackageNotFoundError as error:
+except metadata.PackageNotFoundError:
+    installed = "none"
+# that of the extra hf
+if [int(part) for part in re.findall(r"\d+", installed)[:2]] < [5, 17]:
     raise ImportError(
-        "native_sparse_attention.hf needs transformers: pip install 'native-sparse-attention[hf]'"
-    ) from error
+        f"native_sparse_attention.hf needs transformers 5.17 or later, got {installed}: "
+        "pip install 'native-sparse-attention[hf]'"
+    )
 
 from .attention import use_dense_attention, use_sparse_attention
 from .cache import SparseCache, StaticSparseCache

@@ -66,7 +66,8 @@ def attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
     q, k, v = (t.to(dtype).transpose(1, 2) for t in (query, key, value))
-    sinks, out = None if s_aux is None else s_aux.to(dtype), None
+    sinks: Any = None if s_aux is None else s_aux.to(dtype)
+    out: Any
     if mask.visible is not None and sinks is None and softcap is None:
         is_grouped, heads = q.shape[2] != k.shape[2], (t.transpose(1, 2) for t in (q, k, v))
         out = sdpa(*heads, attn_mask=mask.visible, scale=scaling, enable_gqa=is_grouped)
@@ -83,12 +84,15 @@ def attention(
         k, v, S = k[:, :L], v[:, :L], L
     settings = drop_in_settings(module.config)
     backend, dense_length = settings.pop("backend"), settings["dense_length"]
+    stride = settings["selection_stride"]
     l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
     is_dense = not is_window and dense_limit(settings) >= S
 
     # queries are at positions `starts` + 0, 1, .., none of them before `first`; where rows differ,
     # they and the keys move there
-    starts, documents, counts, queries, keys = L - T, None, None, None, None
+    queries: Any = None
+    keys: Any = None
+    starts, documents, counts = L - T, None, None
     first = starts if isinstance(starts, int) else mask.least_position
     if mask.documents is not None:
         alignment = 1 if is_window else max(settings["selection_block_size"], d)
@@ -107,11 +111,8 @@ def attention(
         settings |= dict(dense_length=0, sliding_window_size=sliding_window - 1)
     elif is_dense:
         settings |= dict(num_selected_blocks=0, selection_stride=1, dense_length=sys.maxsize)
-    elif settings["selection_stride"] > 1 and not is_whole:
-        raise ValueError(
-            f"selection_stride must be 1 to decode, got {settings['selection_stride']}: caches of "
-            "transformers keep no ranking of earlier tokens"
-        )
+    elif stride > 1 and not is_whole:  # caches of transformers keep no ranking of earlier tokens
+        raise ValueError(f"selection_stride must be 1 to decode, got {stride}")
     elif first >= dense_length:
         settings["dense_length"] = 0
     config = AttentionConfig.unchecked(
@@ -144,9 +145,6 @@ def attention(
     return out.contiguous(), None
 
 
-# switching a model
-
-
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, nsa_mask)
 
@@ -156,9 +154,9 @@ def use_sparse_attention(
 ) -> Model:
     """Let the layers of full attention attend to the initial, local and ranked blocks alone.
 
-    `out_i = softmax_j(q_i . k_j * scale) v_j` over the tokens j <= i of these blocks. No weights
-    are added or changed. Layers with a sliding window keep it. Queries at positions below
-    `dense_length` attend to all keys.
+    `out_i = softmax_j(q_i . k_j * scale) v_j` over the tokens j <= i of these blocks. Weights stay
+    as they are. Queries at positions below `dense_length` attend to all keys. Returns the model,
+    which may be given other settings later.
 
     Args:
         model: a causal decoder of transformers, loaded.
@@ -171,12 +169,8 @@ def use_sparse_attention(
             interpolated_importance_score, selection_stride, query_heads_share_selected_kv,
             use_diff_topk, backend ("auto").
 
-    Returns:
-        The model. It may be called again, with other settings.
-
     Raises:
-        ValueError: a model without this form of attention, or a setting that is unknown, out of
-            range, or not of this form.
+        ValueError: a model without this form of attention, or a setting that is not of this form.
     """
     decoder = check_model(model)
     saved = dict(getattr(decoder.config, KEY, None) or {})
@@ -200,28 +194,25 @@ def use_dense_attention(model: Model) -> Model:
     """
     decoder = check_model(model, is_switched=False)
     if decoder.config._attn_implementation == NAME:
-        saved = getattr(decoder.config, KEY, None)
-        decoder.set_attn_implementation((saved or {}).get(REPLACED, "sdpa"))
-        if saved is not None:
-            delattr(decoder.config, KEY)
+        saved = vars(decoder.config).pop(KEY, None) or {}
+        decoder.set_attn_implementation(saved.get(REPLACED, "sdpa"))
     return model
 
 
 def check_model(model: Any, is_switched: bool = True) -> PreTrainedModel:
-    """The model without the wrapper of an adapter; if it is to be switched, sparse attention must
-    fit it."""
+    """The model without an adapter's wrapper. Sparse attention fits it, if it is to be switched."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a PreTrainedModel of transformers, got {describe(model)}")
     config, name, modules = model.config, type(model).__name__, [*model.modules()]
-    window, problem = getattr(config, "sliding_window", None), None
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * (window is not None)
+    sliding_window, problem = getattr(config, "sliding_window", None), None
+    is_windowed = sliding_window is not None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * is_windowed
     if any(isinstance(module, SparseAttention) for module in modules):
         problem = (
             f"not be converted already or of SparseAttention layers, got such a {name}: load it "
-            "anew, or set attributes of its SparseAttention layers, as set_dense(model) does "
-            "(save_pretrained keeps those of model.config.nsa_converted)"
+            "anew, or set attributes of its SparseAttention layers, as set_dense(model) does"
         )
     elif not is_switched:
         return model
@@ -234,10 +225,7 @@ def check_model(model: Any, is_switched: bool = True) -> PreTrainedModel:
     elif not model._can_set_attn_implementation():
         problem = f"be one that calls AttentionInterface, got {name} with attention of its own"
     elif {*kinds} == {"sliding_attention"}:
-        problem = (
-            "be one with layers of full attention, as others have their window already, got "
-            f"{name} with sliding_window={window} in all layers"
-        )
+        problem = f"be one with full attention, got {name} with {sliding_window=} in all layers"
     if problem:
         raise ValueError(f"model must {problem}")
     check_layers(config, name)

@@ -18,14 +18,11 @@ from transformers.cache_utils import (
 )
 
 from ..attention import SparseAttention
-from ..cache.kv_cache import KVCache
+from ..cache.kv_cache import KVCache, capacity_of
 from ..checks import check_int, describe
 from ..compress import unfold, windows_of
 from .configuration import drop_in_settings
 from .mask import NSAMask
-
-# least spare capacity of storage in tokens; else an eighth of those that are there
-SPARE = 64
 
 
 def keep_means(key: Tensor, l: int, d: int, means: Tensor) -> None:
@@ -92,9 +89,8 @@ class SparseLayer(DynamicLayer):
         # crops leave the begin of the storage, other calls another tensor
         is_moved = store is None or store.data_ptr() != entries.data_ptr()
         if store is None or is_moved or store.shape[2] < total:
-            capacity = total + max(SPARE, total // 8)
             with torch.inference_mode(False):  # else no other mode could write
-                store = new.new_empty(*entries.shape[:2], capacity, entries.shape[3])
+                store = new.new_empty(*new.shape[:2], capacity_of(total), new.shape[3])
             store[:, :, :S] = entries
             self.stores[name] = store
         store[:, :, S:total] = new
@@ -109,10 +105,9 @@ class SparseCache(DynamicCache):
     """A `DynamicCache` for a model under sparse attention.
 
     `model.generate(..., past_key_values=SparseCache(model.config))`; newer releases call it
-    `cache`. A `DynamicCache` copies all keys and values at each step, and this one those of the
-    step: it has room for more, at most an eighth of its tokens or 64. Where windows hold several
-    tokens (`compress_block_size` above 1) it also keeps their compressed keys, which saves the
-    reading of all keys.
+    `cache`. A `DynamicCache` copies all keys and values at each step, and this one, whose storage
+    grows as that of a `KVCache`, those of the step. Of windows of several tokens
+    (`compress_block_size` above 1) it keeps the compressed keys, so that a step reads no others.
 
     Args:
         config: `model.config`, after `use_sparse_attention(model)`.
@@ -164,11 +159,8 @@ class StaticSparseLayer(StaticLayer):
 
 
 class StaticSparseCache(StaticCache):
-    """A `StaticCache` for a model under sparse attention: storage for `max_cache_len` tokens, and
-    one compiled graph for all steps.
-
-    Where windows hold several tokens (`compress_block_size` above 1) it also keeps their compressed
-    keys, which saves the reading of all keys at each step.
+    """A `StaticCache` for a model under sparse attention. It keeps the compressed keys of windows
+    as a `SparseCache` does, in compiled steps too.
 
     Args:
         config: `model.config`, after `use_sparse_attention(model)`.
@@ -210,13 +202,10 @@ class KVLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        raise ValueError(
-            "past_key_values holds the tokens of a SparseAttention, which another model cannot use"
-        )
+        raise ValueError("past_key_values must be of this model, got one of SparseAttention layers")
 
     def attend(self, layer: SparseAttention, x: Tensor, mask: NSAMask) -> Tensor:
-        """The output of the layer for new tokens x [B, T, dim]. The mask must hide the padding that
-        earlier masks hid."""
+        """The output of the layer for new tokens x [B, T, dim]."""
         if not self.is_initialized:
             self.lazy_initialization(x, x)
         tokens, (B, T, _), is_compiling = mask.tokens, x.shape, torch.compiler.is_compiling()
@@ -242,18 +231,15 @@ class KVLayer(CacheLayerMixin):
         return out
 
     def mark(self) -> None:
-        """Tell the compiler that the tensors stay where they are, so that CUDA graphs write them in
-        place."""
+        """Tell the compiler that the tensors stay where they are, for writes in CUDA graphs."""
         for t in (self.slots, *self.cache.tensors().values()):
             torch._dynamo.mark_static_address(t)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        limit = self.max_cache_len
-        return self.slots + query_length if limit is None else limit, 0
+        return self.slots + query_length if self.max_cache_len is None else self.max_cache_len, 0
 
     def get_seq_length(self) -> int:
-        slots: int = self.slots
-        return slots
+        return self.slots  # type: ignore[no-any-return]
 
     def get_max_length(self) -> int:
         return -1 if self.max_cache_len is None else self.max_cache_len
@@ -268,10 +254,7 @@ class KVLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last slots, as many as the negative number says."""
         if self.is_compileable:
-            raise ValueError(
-                "past_key_values must be a DynamicCache to be cropped, got a StaticCache: leave "
-                "out cache_implementation"
-            )
+            raise ValueError("cache must be a DynamicCache to be cropped, got a StaticCache")
         n = -tokens_to_remove if tokens_to_remove <= 0 else self.slots - tokens_to_remove
         if n <= 0 or not self.slots:
             return
@@ -316,9 +299,8 @@ def layer_of(cache: Any, index: int) -> KVLayer:
         layer = cache.layers[index] = KVLayer(getattr(layer, "max_cache_len", None))
     if isinstance(layer, KVLayer):
         return layer
+    kind = f"{'an offloaded ' * is_offloaded}{type(cache).__name__} of {type(layer).__name__}"
     raise ValueError(
         "past_key_values must be a DynamicCache or a StaticCache on the device with "
-        f"SparseAttention, whose layers keep a KVCache, got {'an offloaded ' * is_offloaded}"
-        f"{type(cache).__name__} of {type(layer).__name__}: leave out cache_implementation, or "
-        'give "static"'
+        f'SparseAttention, got {kind}: leave out cache_implementation, or give "static"'
     )

@@ -55,13 +55,11 @@ def layer_config(
     fixed: Mapping[str, Any],
     argument: str = "config",
 ) -> NSAConfig:
-    """The settings of a layer: those of `user`, replaced by `settings`, or `defaults`. A dict may
-    repeat what the model decides (`fixed`); an `NSAConfig` may have a default instead, but for
-    branches."""
+    """The settings of a layer: those of `user`, replaced by `settings`, or `defaults`. What the
+    model decides (`fixed`) a dict may repeat, and an `NSAConfig`, but for branches, leave out."""
     if not isinstance(user, (NSAConfig, Mapping, type(None))):
-        raise ValueError(
-            f"{argument} must be an NSAConfig, a dict of settings or None, got {describe(user)}"
-        )
+        expected = "an NSAConfig, a dict of settings or None"
+        raise ValueError(f"{argument} must be {expected}, got {describe(user)}")
     if isinstance(user, NSAConfig):
         values = {name: getattr(user, name) for name in (*defaults, *fixed)}
         needed = {*defaults, "branches"}
@@ -69,9 +67,8 @@ def layer_config(
     values = {**(user or {}), **settings}
     for name, value in fixed.items():
         if (got := values.pop(name, value)) != value:
-            raise ValueError(
-                f"{name} must be {value!r}, which the model decides, got {describe(got)}"
-            )
+            expected = f"{value!r}, which the model decides"
+            raise ValueError(f"{name} must be {expected}, got {describe(got)}")
     check_keywords(values, defaults)
     if "compress_block_size" in values:
         values.setdefault("compress_block_sliding_stride", None)
@@ -101,8 +98,6 @@ def dense_limit(settings: Mapping[str, Any]) -> int:
     return max(length, s * sum(settings[name] for name in names))
 
 
-# a model of this library
-
 FORM = "one-softmax"
 # settings of a layer that the configuration has under names of its own, and tile sizes, which
 # belong to a machine
@@ -131,29 +126,23 @@ class NSAModelConfig(PreTrainedConfig):
     """The sizes of an `NSAModel`, and the settings of its attention.
 
     Args:
-        vocab_size: tokens of the vocabulary.
+        vocab_size, num_hidden_layers: tokens of the vocabulary; layers.
         hidden_size, intermediate_size: widths of the residual stream and of the SwiGLU.
-        num_hidden_layers: layers.
-        num_attention_heads, num_key_value_heads: H and K, query heads and KV heads; K is H by
-            default.
+        num_attention_heads, num_key_value_heads: H and K, query heads and KV heads; K = H if None.
         head_dim: D; `hidden_size / num_attention_heads` by default.
-        max_position_embeddings: tokens of the longest sequences. It decides the sizes of presets,
-            and limits nothing.
+        max_position_embeddings: tokens of the longest sequences: the sizes of presets depend on it.
         rms_norm_eps: epsilon of all norms.
         rope_theta: rotary frequencies are `rope_theta^(-2 i / D)`.
         qkv_bias, out_bias, qk_norm: as in `SparseAttention`.
         dense_layers: indices of layers of dense attention; -1 is the last.
-        local_layers: indices of layers that rank no blocks (`num_selected_blocks=0`), and attend to
-            initial and local ones.
+        local_layers: indices of layers that rank no blocks (`num_selected_blocks=0`).
         nsa: the other settings of `NSAConfig`: a dict; a dict with the name of a preset as
-            "preset", its "length" perhaps, and what replaces its settings; that name alone; or an
-            `NSAConfig` of the same widths. "one-softmax" by default. It is kept as a dict of all
-            settings.
+            "preset", its "length" perhaps, and what replaces its settings; that name alone
+            ("one-softmax" by default); or an `NSAConfig`. It is kept as a dict of all settings.
         ranking_queries: with importance="index", queries of a training step from which each layer's
             ranking learns; None for no such loss.
         ranking_weights: what a block is worth to them, "output" or "mass".
-        initializer_range: standard deviation of initial embeddings and projections. Gates,
-            compression networks and sinks begin as in `SparseAttention`.
+        initializer_range: standard deviation of initial embeddings and projections.
         tie_word_embeddings: whether the head has the weights of the embedding.
         options: those of `PreTrainedConfig`.
 
@@ -162,8 +151,6 @@ class NSAModelConfig(PreTrainedConfig):
     """
 
     model_type = "nsa"
-    # a list: Trainer adds another one
-    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
     # what the MLP of a Llama reads
     hidden_act, mlp_bias = "silu", False
 
@@ -195,18 +182,16 @@ class NSAModelConfig(PreTrainedConfig):
     def __post_init__(self, **options: Any) -> None:
         self.check()
         for name, value in ABSENT.items():
-            if options.get(name) not in (None, value):
-                raise ValueError(
-                    f"{name} must be {value!r}, as the model has no other, got "
-                    f"{describe(options[name])}"
-                )
+            if (got := options.get(name)) not in (None, value):
+                raise ValueError(f"{name} must be {value!r}, as in this model, got {describe(got)}")
         super().__post_init__(**options)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As `PreTrainedConfig.from_dict`, but keyword arguments are checked like others. A dict as
         `nsa` without a preset replaces single settings."""
-        user = {name: kwargs.pop(name) for name in NAMES & kwargs.keys()}
+        names = NSAModelConfig.__annotations__.keys() & kwargs.keys()
+        user = {name: kwargs.pop(name) for name in names}
         nsa, saved = user.get("nsa"), config_dict.get("nsa") or FORM
         if isinstance(nsa, Mapping) and "preset" not in nsa:
             user["nsa"] = {**(dict(preset=saved) if isinstance(saved, str) else saved), **nsa}
@@ -242,10 +227,8 @@ class NSAModelConfig(PreTrainedConfig):
         if self.ranking_queries is not None:
             self.ranking_queries = check_int("ranking_queries", self.ranking_queries, 1)
             if not layer.is_indexed:
-                raise ValueError(
-                    "ranking_queries goes with importance='index' in nsa, got "
-                    f"{self.ranking_queries} with importance={layer.importance!r}"
-                )
+                got = f"{self.ranking_queries} with importance={layer.importance!r}"
+                raise ValueError(f"ranking_queries goes with importance='index' in nsa, got {got}")
         check_choice("ranking_weights", self.ranking_weights, WEIGHTS)
 
     @property
@@ -277,12 +260,7 @@ class NSAModelConfig(PreTrainedConfig):
             form, length = nsa.pop("preset", None), nsa.pop("length", None)
             check_keywords(nsa, (*SETTINGS, *self.widths))
             if form is None and length is not None:
-                raise ValueError(
-                    f"length in nsa goes with a preset, got {describe(length)} without"
-                )
+                raise ValueError(f"length in nsa goes with a preset, got {describe(length)} alone")
             if form is not None:
                 nsa = preset(form, self.max_position_embeddings if length is None else length, nsa)
         return layer_config(nsa, {}, SETTINGS, self.widths, "nsa")
-
-
-NAMES = frozenset(NSAModelConfig.__annotations__)

@@ -14,7 +14,6 @@ import torch
 import transformers
 from einops import reduce
 from torch import Tensor, nn
-from transformers import AutoConfig
 from transformers.utils import logging
 
 from ..attention import SparseAttention
@@ -23,10 +22,10 @@ from ..compress import MeanPool
 from ..config import NSAConfig
 from ..gate import gate_linear
 from ..initialization import assign
+from ..presets import preset
+from . import configuration
 from .attention import check_model
-from .configuration import CONVERTED_KEY as KEY
-from .configuration import NAME, kept_settings, layer_config
-from .configuration import SETTINGS as NATIVE_SETTINGS
+from .configuration import CONVERTED_KEY, NAME, NSAModelConfig, kept_settings, layer_config
 from .modeling import NSAAttention
 
 Model = TypeVar("Model")
@@ -36,20 +35,16 @@ Model = TypeVar("Model")
 FAMILIES = [
     f"{name}Attention"
     for name in (
-        "Gemma2", "Gemma3", "Gemma", "Granite", "Llama", "Mistral", "Mixtral", "Phi3", "Phi",
+        "Gemma", "Gemma2", "Gemma3", "Granite", "Llama", "Mistral", "Mixtral", "Phi", "Phi3",
         "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3",
     )
 ]  # fmt: skip
 
 # all settings but those that the model decides, or that have one form
 FIXED = {"scale", "soft_cap", "attention_sinks", "compress_mlp_expand_factor"}
-SETTINGS = {name: value for name, value in NATIVE_SETTINGS.items() if name not in FIXED}
-# one softmax over initial, local and ranked blocks: tokens rank by learned queries and keys
-ONE_SOFTMAX: dict[str, Any] = dict(
-    branches=("selected",), importance="index", rank_rotated=True, compress_block_size=1,
-    compress_block_sliding_stride=1, selection_block_size=64, num_selected_blocks=16,
-    num_initial_blocks=1, num_local_blocks=8, dense_length=8192,
-)  # fmt: skip
+SETTINGS = {name: value for name, value in configuration.SETTINGS.items() if name not in FIXED}
+# tokens rank blocks by learned queries and keys
+ONE_SOFTMAX: dict[str, Any] = preset("one-softmax", user_settings=dict(importance="index"))
 # the paper's numbers
 BRANCHES: dict[str, Any] = dict(
     importance="probs", compress_block_sliding_stride=16, num_selected_blocks=13,
@@ -60,7 +55,8 @@ BRANCHES: dict[str, Any] = dict(
 def convert(
     model: Model, config: NSAConfig | Mapping[str, Any] | None = None, **settings: Any
 ) -> Model:
-    """Replace the full attention of a trained decoder by `SparseAttention` layers with its weights.
+    """Replace the full attention of a trained decoder by `SparseAttention` layers with its weights,
+    in place, and return it.
 
     With `branches=("selected",)`, the default, the model is dense attention up to the length that
     its blocks or `dense_length` cover. With more branches a gate begins open for one branch, the
@@ -68,7 +64,7 @@ def convert(
     the sequence, the outputs are those of the model.
 
     Args:
-        model: a loaded decoder with attention of `FAMILIES`. It is changed in place.
+        model: a loaded decoder with attention of `FAMILIES`.
         config: an `NSAConfig` or a dict of its settings. Without config and settings, those that
             `model.config.nsa_converted` keeps.
         settings: single settings of `NSAConfig`, which replace those of `config`. The model decides
@@ -76,40 +72,34 @@ def convert(
             `index_heads` is kv_heads by default. Windows are compressed by their mean. `gate_bias`
             (12) is the first logit of open gates; closed ones have its negative.
 
-    Returns:
-        The model.
-
     Raises:
         ValueError: a model of another family or without an equivalent, a setting that is unknown,
             out of range or decided by the model, or branches that cannot begin as full attention.
     """
     decoder = check_model(model)
     if config is None and not settings:
-        config = getattr(decoder.config, KEY, None)
+        config = getattr(decoder.config, CONVERTED_KEY, None)
     if isinstance(config, Mapping):
         settings, config = {**config, **settings}, None
     # logits of open gates; sigmoid(12) = 1 - 6e-6
     bias = check_factor("gate_bias", settings.pop("gate_bias", 12.0))
     base, kinds = decoder.base_model, getattr(decoder.config, "layer_types", None)
-    layers: dict[int, Any] = {
-        index: layer
+    layers: list[tuple[int, Any]] = [
+        (index, layer)
         for index, layer in enumerate(getattr(base, "layers", []))
         if kinds is None or kinds[index] == "full_attention"
-    }
+    ]
     rotary = getattr(base, "rotary_emb", None)
     if not layers or rotary is None:
         raise ValueError(f"model must have layers and rotary_emb, got a {type(base).__name__}")
     # all of them, before the model changes
-    replaced = {
-        index: sparse_layer(getattr(layer, "self_attn", layer), rotary, config, settings, bias)
-        for index, layer in layers.items()
-    }
-    for index, attention in replaced.items():
-        module = layers[index].self_attn
-        new = NSAAttention(attention, index, module.attention_dropout)
-        layers[index].self_attn = new.train(module.training)
-    saved = kept_settings(attention.config, SETTINGS) | dict(gate_bias=bias)
-    setattr(decoder.config, KEY, saved)
+    modules = [getattr(layer, "self_attn", layer) for _, layer in layers]
+    converted = [sparse_layer(module, rotary, config, settings, bias) for module in modules]
+    for (index, layer), module, attention in zip(layers, modules, converted, strict=True):
+        layer.self_attn = NSAAttention(attention, index, module.attention_dropout)
+        layer.self_attn.train(module.training)
+    saved = kept_settings(converted[0].config, SETTINGS) | dict(gate_bias=bias)
+    setattr(decoder.config, CONVERTED_KEY, saved)
     decoder.set_attn_implementation(NAME)
     return model
 
@@ -124,14 +114,12 @@ def sparse_layer(
     """A layer with the weights of an attention module, frozen where its weights are."""
     name = type(module).__name__
     if name not in FAMILIES:
-        raise ValueError(
-            f"model must have attention of {', '.join(FAMILIES)}, got {name}: "
-            "use_sparse_attention takes more models, without weights of its own"
-        )
+        expected = f"attention of {', '.join(FAMILIES)}"
+        raise ValueError(f"model must have {expected}, got {name}: use_sparse_attention takes more")
     # rotary frequencies [pairs] of the first 2 pairs features; none without positions
     D, inv_freq, amplitude, pairs, rope_type = module.head_dim, None, 1.0, 0, "default"
     if getattr(module, "use_rope", True):
-        rope_type = getattr(rotary, "rope_type", "default")
+        rope_type = getattr(rotary, "rope_type", rope_type)
         rope_type = rope_type["full_attention"] if isinstance(rope_type, dict) else rope_type
         prefix = "full_attention_" if hasattr(rotary, "full_attention_inv_freq") else ""
         inv_freq = getattr(rotary, f"{prefix}inv_freq").detach().float()
@@ -147,11 +135,14 @@ def sparse_layer(
         problem = f"frequencies that no length changes, got one with rope_type={rope_type!r}"
     elif amplitude != 1.0 and 2 * pairs < D:
         problem = f"attention_scaling 1 where a part of a head is rotated, got {amplitude}"
-    elif not all(is_plain(linear) for linear in (*linears, out)):
-        problem = (
-            "projections that are nn.Linear with whole, loaded weights: merge adapters, load "
-            "without quantization and tensor parallelism, and convert before fully_shard"
-        )
+    elif any(
+        type(linear) is not nn.Linear
+        or not linear.weight.is_floating_point()
+        or linear.weight.is_meta
+        or hasattr(linear.weight, "device_mesh")
+        for linear in (*linears, out)
+    ):
+        problem = "projections that are nn.Linear with whole, loaded weights, without adapters"
     if problem:
         raise ValueError(f"model must have {problem} ({name})")
 
@@ -182,15 +173,12 @@ def sparse_layer(
     )  # fmt: skip
 
     branches = user_settings.get("branches", getattr(user, "branches", ("selected",)))
-    is_alone = isinstance(branches, (list, tuple)) and [*branches] == ["selected"]
+    is_alone = branches in (("selected",), ["selected"])
     defaults = SETTINGS | (ONE_SOFTMAX if is_alone else BRANCHES) | dict(index_heads=K)
     config = layer_config(user, user_settings, defaults, decided)
     first = "window" if "window" in config.branches else "selected"
     if first not in config.branches:
-        raise ValueError(
-            "branches must hold 'selected' or 'window', one of which begins as the attention of "
-            f"the model, got {describe(config.branches)}"
-        )
+        raise ValueError(f"branches must hold 'selected' or 'window', got {config.branches}")
     networks: dict[str, Any] = dict(rotary_emb=False)
     if inv_freq is not None:
         networks = dict(inv_freq=inv_freq.cpu())
@@ -227,16 +215,6 @@ def sparse_layer(
     return layer
 
 
-def is_plain(linear: Any) -> bool:
-    """Whether a module is a linear layer of one whole, loaded weight."""
-    if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
-        return False
-    return not linear.weight.is_meta and not hasattr(linear.weight, "device_mesh")
-
-
-# saved models
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep notes and progress bars of transformers from the terminal."""
@@ -266,13 +244,12 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
     folder = Path(path) if isinstance(path, (str, Path)) else None
     if folder is None or not (folder / "config.json").is_file():
         raise ValueError(f"path must be a folder with config.json, got {describe(path)}")
-    config = AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
     text = config.get_text_config(decoder=True)
-    saved, files = getattr(text, KEY, None), sorted(folder.glob("model*.safetensors"))
+    saved, files = getattr(text, CONVERTED_KEY, None), sorted(folder.glob("model*.safetensors"))
     if not saved or not files:
-        raise ValueError(
-            f"path must be a folder of a converted model with model.safetensors, got {path}"
-        )
+        expected = "a folder of a converted model with model.safetensors"
+        raise ValueError(f"path must be {expected}, got {path}")
     # all but attention as transformers loads it: its formats of experts, buffers in float32
     architecture = getattr(transformers, config.architectures[0])
     with quiet():  # of weights of attention that it does not find
@@ -280,29 +257,83 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
             folder, dtype=config.dtype or torch.float32, output_loading_info=True
         )
     convert(model if text is config else model.get_decoder(), dict(saved) | settings)
-    layers = [name for name, m in model.named_modules() if isinstance(m, NSAAttention)]
-    # a model of several parts may have another prefix in the file
-    ends = {name: name[name.rindex("layers.") :] for name in layers}
-    state = {
-        name + key.partition(end)[2]: t
-        for file in files
-        for key, t in load_file(file).items()
-        for name, end in ends.items()
-        if f".{end}.attention." in f".{key}"
+    layers = {f"{n}.": m for n, m in model.named_modules() if isinstance(m, NSAAttention)}
+    if absent := [key for key in report["missing_keys"] if not key.startswith((*layers,))]:
+        raise ValueError(f"path must hold the weights of this conversion, got none for {absent}")
+    tensors = {
+        f".{key}": t for file in files for key, t in load_file(file).items() if "attention." in key
     }
     try:
-        loaded = model.load_state_dict(state, strict=False)
+        for name, layer in layers.items():
+            # a model of several parts may have another prefix in the file
+            end = f".{name[name.rindex('layers.') :]}attention."
+            state = {key.partition(end)[2]: t for key, t in tensors.items() if end in key}
+            layer.attention.load_state_dict(state)
     except RuntimeError as error:
-        raise ValueError(
-            f"settings must keep the shapes of weights, got {sorted(settings)}, for which "
-            f"{' '.join(str(error).split())}"
-        ) from None
-    prefixes = tuple(f"{name}." for name in layers)
-    absent = {key for key in loaded.missing_keys if key.startswith(prefixes)}
-    absent |= {key for key in report["missing_keys"] if not key.startswith(prefixes)}
-    if absent or loaded.unexpected_keys:
-        raise ValueError(
-            f"path must hold the weights of this conversion, got none for {sorted(absent)} and "
-            f"others for {loaded.unexpected_keys}"
-        )
+        got = f"{sorted(settings)}, for which {' '.join(str(error).split())}"
+        raise ValueError(f"settings must keep the shapes of weights, got {got}") from None
     return model.eval()
+
+
+def load_viewed(
+    path: str | Path, settings: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, Any]:
+    """A model whose layers are `SparseAttention`, in inference mode, and its tokenizer.
+
+    An `NSAForCausalLM` and a converted model are loaded as they are. Another decoder attends as
+    under `use_sparse_attention`: `convert` gives it layers of the same numbers.
+
+    `path` is a folder or a GGUF file. `settings` are those of `use_sparse_attention`, instead of
+    those that the configuration keeps, or of a converted model if they change no weights. On the
+    CPU weights are fp32, elsewhere of the dtype of the file."""
+    try:
+        with quiet():
+            model, tokenizer = load(Path(path), settings, torch.device(device).type == "cpu")
+    except (ValueError, ImportError):
+        raise
+    except Exception as error:  # of the libraries that read a file
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} cannot be loaded: {reason}") from None
+    return model.to(device).eval(), tokenizer
+
+
+def load(path: Path, settings: Mapping[str, Any] | None, is_cpu: bool) -> tuple[Any, Any]:
+    """`load_viewed`, with errors of the libraries."""
+    is_gguf = path.suffix == ".gguf"
+    # nothing is downloaded, and no code of a folder runs
+    source: dict[str, Any] = dict(local_files_only=True, trust_remote_code=False)
+    source["pretrained_model_name_or_path"] = str(path.parent if is_gguf else path)
+    if is_gguf:
+        source["gguf_file"] = path.name
+    config = transformers.AutoConfig.from_pretrained(**source)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{path} must hold a decoder, got model_type={config.model_type!r}")
+    is_converted = bool(getattr(config.get_text_config(decoder=True), CONVERTED_KEY, None))
+    is_native, drop_in = isinstance(config, NSAModelConfig), None
+    if is_native and settings is not None:
+        expected = "None for a model of type 'nsa', whose config.json has its own"
+        raise ValueError(f"settings must be {expected}, got {describe(dict(settings))}")
+    if not is_converted and not is_native:
+        saved = getattr(config, configuration.KEY, None) or {}
+        drop_in = dict(saved if settings is None else settings)
+        drop_in.pop(configuration.REPLACED, None)
+        defaults, fixed = configuration.DEFAULTS, configuration.FIXED
+        drop_in = kept_settings(layer_config(drop_in, {}, defaults, fixed), defaults)
+    # without files some kinds of tokenizers begin with an empty vocabulary
+    names = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.*")
+    if not is_gguf and not any(file for name in names for file in path.glob(name)):
+        raise ValueError(f"{path} must hold a tokenizer, as tokenizer.save_pretrained writes it")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+    if is_converted:
+        model = load_converted(path, **(settings or {}))
+        return model.float() if is_cpu else model, tokenizer
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        **source, dtype=torch.float32 if is_cpu else "auto", output_loading_info=True,
+        quantization_config=transformers.GgufConfig(dequantize=True) if is_gguf else None,
+        ignore_mismatched_sizes=True,
+    )  # fmt: skip
+    absent = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+    # what the head predicts is not seen
+    if absent := {name for name in absent if not name.startswith("lm_head.")}:
+        raise ValueError(f"{path} must hold all weights, got none of the size of {min(absent)}")
+    return model if drop_in is None else convert(model, drop_in), tokenizer

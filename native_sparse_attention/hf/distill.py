@@ -27,8 +27,7 @@ def distill(
     teacher: nn.Module | None = None,
     generator: torch.Generator | None = None,
 ) -> list[dict[str, float]]:
-    """Train a model of `SparseAttention` layers with AdamW, its rankings by the exact attention of
-    sampled queries.
+    """Train a model with AdamW, its rankings by the exact attention of sampled queries.
 
     Stage "ranking" trains `to_index` alone, while the layers are dense attention. Stage "all"
     trains all parameters that require gradients, with the selection: the loss is that of next
@@ -37,13 +36,10 @@ def distill(
     Args:
         model: of `convert(model, importance="index")`, or an `NSAForCausalLM` of that importance.
             It keeps its mode, training or inference.
-        ids: [N, T] token ids, on any device.
+        ids: [N, T] token ids, on any device. Each step draws `batch_size` rows anew.
         steps, lr: steps of the optimizer, and its learning rate.
-        batch_size: rows of a step, drawn anew for each step.
-        ranking_queries, ranking_weights: queries of a step, and what a block is worth to them, as
-            `SparseAttention.forward` describes.
-        teacher: the model before its conversion, for stage "all": a copy, as `convert` changes the
-            model itself.
+        ranking_queries, ranking_weights: as in `SparseAttention.forward`, of each step.
+        teacher: a copy of the model before its conversion, for stage "all".
         generator: of the draws of rows and of queries, on the CPU.
 
     Returns:
@@ -51,10 +47,9 @@ def distill(
         also "loss", that of the predictions.
 
     Raises:
-        ValueError: a model without learned rankings, an argument out of range, rows that are too
-            short for a block to be ranked, gradient checkpointing with `use_reentrant=True`, a
-            teacher with layers of the model, or gradients that are not finite. Weights are then
-            those of the step before.
+        ValueError: a model without learned rankings, an argument out of range, rows too short for
+            a block to be ranked, gradient checkpointing with `use_reentrant=True`, a teacher with
+            layers of the model, or gradients that are not finite, by which no weight changes.
     """
     check_ints(1, steps=steps, batch_size=batch_size, ranking_queries=ranking_queries)
     lr = check_factor("lr", lr)
@@ -67,15 +62,11 @@ def distill(
         blocks = c.num_initial_blocks + max(1, c.num_local_blocks) + 2
         minimum = max(minimum, c.selection_block_size * blocks)
     if ids.shape[1] < minimum or not len(ids):
-        raise ValueError(
-            f"ids must have rows of {minimum} tokens, in which two blocks can be ranked, got "
-            f"{list(ids.shape)}"
-        )
+        expected = f"rows of {minimum} tokens, in which two blocks can be ranked"
+        raise ValueError(f"ids must have {expected}, got {list(ids.shape)}")
     if teacher is not None and (is_alone or {*layers} & {*teacher.modules()}):
-        raise ValueError(
-            "teacher must be None in stage 'ranking', and in stage 'all' have layers of its own: "
-            "copy.deepcopy(model) before convert and adapters change the model in place"
-        )
+        expected = "None in stage 'ranking', and in stage 'all' have layers of its own"
+        raise ValueError(f"teacher must be {expected}, got a {type(teacher).__name__}")
     dense, history = {layer: layer.dense for layer in layers}, []
     device = next(model.parameters()).device
     trained = [p for p in model.parameters() if p.requires_grad]

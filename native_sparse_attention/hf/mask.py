@@ -28,12 +28,9 @@ REFUSED = {
     "dropout": "attention_dropout must be 0 with sparse attention, got {}: set "
     "model.config.attention_dropout and that of the attention modules, or model.eval()",
     "output_attentions": "output_attentions must be False with sparse attention, which forms no "
-    "weights, got {}: use_dense_attention(model) and attn_implementation='eager' give them, "
-    "native_sparse_attention.view.collect(model) records what SparseAttention layers read",
+    "weights, got {}: native_sparse_attention.view.collect(model) records what layers read",
     "position_bias": "position_bias must be None with sparse attention, got a bias of logits",
 }
-# kinds of layers that "nsa" computes
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(eq=False)
@@ -42,14 +39,12 @@ class NSAMask:
     see no later ones. All layers share it, and with it what one of them has computed from it.
 
     Attributes:
-        length: keys that are written: an int, or in a step over a static cache a tensor [] that the
-            host does not read.
+        length: keys that are written: an int, or in a step over a static cache a tensor [].
         tokens: bool [B, L], True for tokens and False for padding and for keys that are not
             written, of the first L keys; None without padding.
         documents: integers [B, T], equal within a packed document; None for one document a row.
         visible: bool [B, 1, T, S], which keys each query sees, of layers that run in SDPA.
-        least_position: with a `length` that the host does not read, a position that no query is
-            before.
+        least_position: with a tensor as length, a position that no query is before.
         has_positions: whether positions are known to be those of the tokens of one document.
     """
 
@@ -74,8 +69,9 @@ class NSAMask:
 
     def to(self, device: Any, *args: Any, **kwargs: Any) -> NSAMask:
         """The mask on the device of a layer, as accelerate asks for it."""
-        moved = {n: t.to(device) for n, t in vars(self).items() if isinstance(t, Tensor)}
-        is_there = all(t is getattr(self, name) for name, t in moved.items())
+        tensors = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
+        moved: dict[str, Any] = {name: t.to(device) for name, t in tensors.items()}
+        is_there = all(t is tensors[name] for name, t in moved.items())
         return self if is_there else replace(self, **moved)
 
     def share(self, compute: Callable[..., Any], *args: Any) -> Any:
@@ -120,8 +116,7 @@ class NSAMask:
 
 
 def compaction(real: Tensor) -> tuple[Tensor, Tensor]:
-    """The move that puts the real tokens of rows [B, n] first: `source` and `target` of
-    `varlen.Move`."""
+    """The move (source and target of `varlen.Move`) that puts the real tokens [B, n] first."""
     order = varlen.real_first(real)
     slots = torch.arange(real.shape[1], device=real.device)
     source = order.where(slots < real.sum(1, keepdim=True), -1)
@@ -159,21 +154,19 @@ def check_positions(mask: NSAMask, T: int, positions: Any, bounds: Any) -> None:
             jumps = jumps & (mask.documents[:, 1:] == mask.documents[:, :-1])
         is_wrong = is_wrong or bool(jumps.any())
     if is_wrong:
-        raise ValueError(
-            "position_ids must count up by 1 within each sequence with sparse attention, got "
-            f"others, or documents by cu_seq_lens_q: {HINT}"
-        )
+        got = "others, or documents by cu_seq_lens_q"
+        raise ValueError(f"position_ids must count up by 1 within each sequence, got {got}: {HINT}")
 
 
 def check_layers(config: Any, name: str) -> None:
     """Check that "nsa" computes every layer of a model of this configuration."""
-    problem = ""
-    if kinds := sorted({*(getattr(config, "layer_types", None) or ())} - LAYER_TYPES):
-        problem = f"with layers of {' and '.join(sorted(LAYER_TYPES))}, got {name} with {kinds}"
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
+        expected = "one with layers of full_attention and sliding_attention"
+        raise ValueError(f"model must be {expected}, got {name} with {other}")
     if crossed := getattr(config, "cross_attention_layers", None):
-        problem = f"without cross-attention, got {name} with cross_attention_layers={[*crossed]}"
-    if problem:
-        raise ValueError(f"model must be one {problem}")
+        got = f"{name} with cross_attention_layers={[*crossed]}"
+        raise ValueError(f"model must be one without cross-attention, got {got}")
 
 
 def nsa_mask(
@@ -203,10 +196,8 @@ def nsa_mask(
         return attention_mask
     T, S, tracing = q_length, kv_length, torch.compiler.is_compiling()
     if use_vmap or options.get("allow_is_bidirectional_skip") is not None:
-        raise ValueError(
-            "attention_mask must be causal, with padding or packed documents, got a mask function "
-            "of the model's own: use_dense_attention(model) computes it"
-        )
+        got = "a mask function of the model's own: use_dense_attention(model) computes it"
+        raise ValueError(f"attention_mask must be causal, got {got}")
     if not tracing and config is not None:
         check_layers(config, type(config).__name__)
     if not tracing and attention_mask is not None:
@@ -269,8 +260,6 @@ def find_documents(
     token = torch.arange(1, T, device=device)[None] + q_offset
     begins = ~torch.as_tensor(mask_function(row, head, token, token - 1), device=device)
     if bool(torch.as_tensor(mask_function(row, head, token - 1, token)).any()):
-        raise ValueError(
-            "attention_mask must be causal, got one that shows later tokens, as between those of "
-            f"an image: {HINT}"
-        )
+        got = "one that shows later tokens, as between those of an image"
+        raise ValueError(f"attention_mask must be causal, got {got}: {HINT}")
     return F.pad(begins.expand(B, -1), (1, 0)).cumsum(1) if bool(begins.any()) else None

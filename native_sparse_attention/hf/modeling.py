@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, initialization
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -35,28 +35,26 @@ class Ranking:
     queries: Tensor
     weights: str = "output"
     losses: dict[int, Tensor] = field(default_factory=dict)
-    # whether a layer's `to_index` is trained
-    learns: bool = False
+    learns: bool = False  # whether a layer's `to_index` is trained
 
     @property
     def loss(self) -> Tensor:
         """The mean over layers."""
-        if not self.losses:
+        losses = [*self.losses.values()]
+        if not losses:
             raise ValueError("model must have been called within ranking_losses, got no forward")
-        first, *losses = (loss.float() for loss in self.losses.values())
-        loss = torch.stack([first, *(loss.to(first.device) for loss in losses)]).mean()
+        loss = torch.stack([loss.to(losses[0].device, torch.float32) for loss in losses]).mean()
         if torch.is_grad_enabled() and self.learns and not loss.requires_grad:
             raise ValueError(
-                "model must be checkpointed without use_reentrant=True, under which its rankings "
-                "learn nothing: give dict(use_reentrant=False) to gradient_checkpointing_enable"
+                "model must be checkpointed without use_reentrant=True, under which rankings learn "
+                "nothing: give gradient_checkpointing_enable dict(use_reentrant=False)"
             )
         return loss
 
 
 class NSAAttention(nn.Module):
     """A `SparseAttention` with the call of an attention module of transformers: the attention of
-    `NSAModel`, and of models that `convert` has changed. `dropout`, of the module that it replaces,
-    must be 0 in training."""
+    `NSAModel` and of converted models. `dropout`, of the replaced module, must be 0 in training."""
 
     ranking: Ranking | None = None
 
@@ -109,36 +107,27 @@ class NSAAttention(nn.Module):
 def attention_modules(model: nn.Module) -> list[NSAAttention]:
     """The attention modules of a model that hold a `SparseAttention`."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    layers = [module for module in modules if isinstance(module, NSAAttention)]
-    if not layers:
-        raise ValueError(
-            "model must be one of convert(model), or an NSAModel or NSAForCausalLM, got "
-            f"{type(model).__name__}"
-        )
-    return layers
+    if layers := [module for module in modules if isinstance(module, NSAAttention)]:
+        return layers
+    kinds = "one of convert(model), or an NSAModel or NSAForCausalLM"
+    raise ValueError(f"model must be {kinds}, got {type(model).__name__}")
 
 
 @contextmanager
 def ranking_losses(model: nn.Module, queries: Tensor, weights: str = "output") -> Iterator[Ranking]:
     """Within the context each forward without a cache also computes the losses of the learned
-    rankings, for queries at these positions [m]: `losses` by layer and `loss`, their mean. They are
-    those of the last forward: of several, take `loss` after each. Close it after the backward,
-    which may compute a forward again (activation checkpointing).
+    rankings, for queries at these positions [m]: `losses` by layer and `loss`, their mean, of the
+    last forward. Close it after the backward, which may compute a forward again (checkpointing).
 
     Raises:
-        ValueError: a model without such layers, or without `importance="index"`, or in such a
-            context already.
+        ValueError: a model without layers of `importance="index"`, or in such a context already.
     """
     layers = attention_modules(model)
     if all(layer.attention.to_index is None for layer in layers):
-        raise ValueError(
-            f"model must rank by importance='index', got none in a {type(model).__name__}"
-        )
+        name = type(model).__name__
+        raise ValueError(f"model must rank by importance='index', got none in a {name}")
     if any(layer.ranking is not None for layer in layers):
-        raise ValueError(
-            "model must be in one context of ranking_losses, or in one call of distill, at a time, "
-            "got a second one: close the first"
-        )
+        raise ValueError("model must be in one ranking_losses or distill, got a second one")
     ranking = Ranking(queries, weights)
     try:
         for layer in layers:
@@ -182,7 +171,6 @@ class NSAPreTrainedModel(LlamaPreTrainedModel):
     config_class = NSAModelConfig
     config: NSAModelConfig
     _no_split_modules = ("NSADecoderLayer",)
-    _skip_keys_device_placement = ("cache", "past_key_values")
     _can_record_outputs = {"hidden_states": NSADecoderLayer}  # noqa: RUF012
 
     def _check_and_adjust_attn_implementation(self, *args: Any, **kwargs: Any) -> str:
@@ -200,31 +188,23 @@ class NSAPreTrainedModel(LlamaPreTrainedModel):
             module.reset_parameters()
         if not isinstance(module, SparseAttention):
             return
-        weights = list(module.parameters())
-        loaded = [p for p in weights if getattr(p, "_is_hf_initialized", False)]
-        if len(loaded) == len(weights):
+        is_loaded = {p: getattr(p, "_is_hf_initialized", False) for p in module.parameters()}
+        if all(is_loaded.values()):
             return
-        values = [p.detach().clone() for p in loaded]
+        values = {p: p.detach().clone() for p, loaded in is_loaded.items() if loaded}
         module.reset_parameters()
         with torch.no_grad():
-            for parameter, value in zip(loaded, values, strict=True):
+            for parameter, value in values.items():
                 parameter.copy_(value)
-        for projection in (module.to_qkv, module.combine_heads, module.to_index):
-            if projection is not None:
-                initialization.normal_(projection.weight, std=self.config.initializer_range)
-                if projection.bias is not None:
-                    initialization.zeros_(projection.bias)
+        for projection in filter(None, (module.to_qkv, module.combine_heads, module.to_index)):
+            super()._init_weights(projection)
 
 
 class NSAModel(NSAPreTrainedModel, LlamaModel):
     """Embedding, `num_hidden_layers` layers, and a norm: a Llama without a head.
 
     Each layer is `h = x + attention(norm(x))`, `y = h + swiglu(norm(h))` with RMSNorm, and a
-    `SparseAttention` of the settings in `config.nsa` as its attention. `forward` is that of
-    `LlamaModel`; with `attention_mask` [B, S] padding is on either side.
-
-    Args:
-        config: the sizes and settings.
+    `SparseAttention` of the settings in `config.nsa`.
     """
 
     def __init__(self, config: NSAModelConfig):
@@ -250,8 +230,7 @@ class NSAModel(NSAPreTrainedModel, LlamaModel):
     ) -> BaseModelOutputWithPast:
         """As `LlamaModel.forward`. In training no cache is kept unless `use_cache` asks for it."""
         if use_cache is None:
-            is_learning = self.training or arguments.get("ranking") is not None
-            use_cache = self.config.use_cache and not is_learning
+            use_cache = self.config.use_cache and not self.training and "ranking" not in arguments
         x = input_ids if inputs_embeds is None else inputs_embeds
         has_cache = use_cache or arguments.get("cache", arguments.get("past_key_values"))
         if not has_cache and attention_mask is None and position_ids is None and x is not None:
@@ -263,11 +242,7 @@ class NSAModel(NSAPreTrainedModel, LlamaModel):
 
 
 class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
-    """`NSAModel` with a head that predicts the next token.
-
-    Args:
-        config: the sizes and settings.
-    """
+    """`NSAModel` with a head that predicts the next token."""
 
     _tp_plan: Any = None
     _pp_plan: Any = None
@@ -294,14 +269,12 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
         ranking_weights: str | None = None,
         **arguments: Any,
     ) -> NSACausalLMOutput:
-        """As `LlamaForCausalLM.forward`, with the loss of learned rankings.
+        """As `LlamaForCausalLM.forward`, also with the loss of learned rankings.
 
         Args:
-            labels: [B, T] ids, -100 for tokens that have no loss. They are shifted here: the logits
-                of token t predict label t + 1.
-            ranking_queries, ranking_weights: with importance="index", also return `ranking_loss`,
-                as `SparseAttention` computes it for so many queries, or for those at positions [m].
-                By default those of the configuration, in training mode with labels.
+            labels: [B, T] ids, -100 for no loss. The logits of token t predict label t + 1.
+            ranking_queries, ranking_weights: with importance="index", as in `SparseAttention`: so
+                many, or those at positions [m]; of the configuration in training with labels.
 
         Returns:
             logits [B, T, V], the cache, `ranking_loss`, and `loss`: the mean cross-entropy in nats,
@@ -312,13 +285,10 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
         """
         if ranking_queries is None and self.training and labels is not None:
             ranking_queries = self.config.ranking_queries
-        ranking = None
+        ranking, rule = None, self.config.nsa["importance"]
         if ranking_queries is not None:
-            if self.config.nsa["importance"] != "index":
-                raise ValueError(
-                    "ranking_queries goes with importance='index' in config.nsa, got "
-                    f"{self.config.nsa['importance']!r}"
-                )
+            if rule != "index":
+                raise ValueError(f"ranking_queries goes with importance='index', got {rule!r}")
             x: Any = input_ids if inputs_embeds is None else inputs_embeds
             queries = sampled(ranking_queries, x.shape[1], None, x.device)
             ranking = Ranking(queries, ranking_weights or self.config.ranking_weights)

@@ -93,7 +93,7 @@ def test_a_step_over_a_sparse_cache_copies_no_other_tokens():
         if t == 35:
             earlier = layer.keys, layer.keys.clone()
     assert torch.equal(*earlier)
-    assert len(set(places)) <= 4 and len(set(places[:65])) == 1 and places[69] != places[70]
+    assert len(set(places)) <= 6 and len(set(places[3:34])) == 1 and places[69] != places[70]
     twin = copy.deepcopy(cache)
     call(model, text[:, :1], twin)
     assert (len(layer.keys[0, 0]), len(twin.layers[0].keys[0, 0])) == (200, 201)

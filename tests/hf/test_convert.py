@@ -192,7 +192,7 @@ DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
         ("GptOss", {}, {}, "must have attention of .*, got GptOssAttention"),
         ("Phi", dict(qk_layernorm=True), {}, "with LayerNorm"),
         ("Llama", dict(rope_parameters=DYNAMIC), {}, "rope_type='dynamic'"),
-        ("Mistral", dict(sliding_window=8, rope_parameters=None), {}, "layers of full attention"),
+        ("Mistral", dict(sliding_window=8, rope_parameters=None), {}, "be one with full attention"),
         ("Llama", {}, dict(heads=2), "heads must be 4, which the model decides, got 2"),
         ("Llama", {}, dict(branches=("compressed",)), "branches must hold"),
         ("Llama", {}, dict(num_blocks=2), "num_blocks"),

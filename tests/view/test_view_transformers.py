@@ -18,7 +18,7 @@ from tests.view.test_page import content_of
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra hf")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 hf = pytest.importorskip("native_sparse_attention.hf")
-viewing = pytest.importorskip("native_sparse_attention.hf.viewing")
+load_viewed = pytest.importorskip("native_sparse_attention.hf.convert").load_viewed
 
 TEXT = "The bees dance: été 🐝 </script>\r\n\tA map is <b>.\n" * 4
 VOCAB = 320
@@ -127,7 +127,7 @@ def test_page_of_a_model(name, folder, tmp_path, capsys):
 def test_model_reads_what_the_drop_in_reads(settings, folder):
     """Its outputs are the same, and others than those of dense attention."""
     path = folder / ("drop-in" if settings is None else "dense")
-    model, tokenizer = viewing.load_viewed(path, settings)
+    model, tokenizer = load_viewed(path, settings)
     assert {p.dtype for p in model.parameters()} == {torch.float32} and not model.training
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
     original = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
@@ -155,7 +155,7 @@ def test_dense_attention_by_default_is_told(folder, tmp_path, capsys):
         ("unknown", (), "model type `bees` but Transformers does not recognize"),
         ("encoder", (), "must hold a decoder, got model_type='t5'"),
         ("without", (), "must hold a tokenizer"),
-        ("refused", (), "model must have attention of Gemma2Attention"),
+        ("refused", (), "model must have attention of GemmaAttention"),
         ("torn", (), "torn cannot be loaded: "),
         ("wide", (), "got none of the size of model.layers.0.mlp."),
         ("empty", (), "no file named model.safetensors"),
