@@ -32,8 +32,7 @@ def keep_means(key: Tensor, l: int, d: int, means: Tensor) -> None:
 
 
 def kept_means(key: Tensor, l: int, d: int) -> Tensor | None:
-    """The means [B K W D] that a cache keeps of its keys, if it has such windows. Those of windows
-    that are not complete have any value."""
+    """The means [B K W D] that a cache keeps of its keys, of incomplete windows with any value."""
     means: Tensor | None = getattr(key, f"nsa_means_{l}_{d}", None)
     return means
 
@@ -48,8 +47,7 @@ def window_sizes(config: Any) -> tuple[int, int]:
 
 class SparseLayer(DynamicLayer):
     """Keys and values [B K S D] of a layer in storage with spare capacity, and the mean keys
-    [B K W D] of its windows: a step writes its own tokens, where a `DynamicLayer` copies all. What
-    an update returned stays until tokens are taken back (`crop`) and others written."""
+    [B K W D] of its windows. A step writes its own tokens alone."""
 
     def __init__(self, l: int = 1, d: int = 1, **unknown: Any) -> None:
         super().__init__()
@@ -80,8 +78,7 @@ class SparseLayer(DynamicLayer):
         return self.keys, self.values
 
     def extend(self, name: str, entries: Tensor, new: Tensor) -> Tensor:
-        """The entries [B K n D], and the new ones after them: in storage, unless autograd saves
-        what a call returned, or a graph is traced."""
+        """The entries [B K n D], and the new ones after them: in storage, if nothing saves them."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or entries.ndim != 4:
             return torch.cat((entries, new), dim=-2)
         S, total = entries.shape[2], entries.shape[2] + new.shape[2]
@@ -282,8 +279,7 @@ class KVLayer(CacheLayerMixin):
 
 
 def layer_of(cache: Any, index: int) -> KVLayer:
-    """The layer of a cache for an attention module. An empty layer of a `DynamicCache` or of a
-    `StaticCache` becomes a `KVLayer`."""
+    """The layer of a cache for an attention module. An empty one becomes a `KVLayer`."""
     is_offloaded = getattr(cache, "offloading", False)
     layer: Any = None
     if isinstance(cache, Cache) and not is_offloaded:

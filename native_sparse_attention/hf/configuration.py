@@ -116,10 +116,6 @@ ABSENT: dict[str, Any] = dict(
     attention_dropout=0.0, attention_bias=False, mlp_bias=False, hidden_act="silu",
     sliding_window=None, rope_scaling=None, rope_parameters=None, layer_types=None,
 )  # fmt: skip
-COUNTS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size",
-    "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
-)  # fmt: skip
 
 
 class NSAModelConfig(PreTrainedConfig):
@@ -201,7 +197,10 @@ class NSAModelConfig(PreTrainedConfig):
         """Check all arguments, and complete them: attributes may be set later."""
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        for name in COUNTS:
+        for name in (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size",
+            "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+        ):  # fmt: skip
             setattr(self, name, check_int(name, getattr(self, name), 1))
         if self.head_dim is None:
             self.head_dim, remainder = divmod(self.hidden_size, self.num_attention_heads)

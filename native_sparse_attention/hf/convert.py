@@ -1,7 +1,5 @@
-"""`convert`: the attention of a trained model becomes `SparseAttention`, with its weights.
-
-H  query heads      K  KV heads      D  head dimension
-"""
+"""`convert`: the attention of a trained model becomes `SparseAttention`, with its weights; and what
+loads such models. H: query heads. K: KV heads. D: head dimension."""
 
 from __future__ import annotations
 
@@ -278,14 +276,12 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
 def load_viewed(
     path: str | Path, settings: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, Any]:
-    """A model whose layers are `SparseAttention`, in inference mode, and its tokenizer.
+    """A model whose layers are `SparseAttention`, in inference mode, and its tokenizer, of a folder
+    or a GGUF file. On the CPU weights are fp32, elsewhere of the dtype of the file.
 
-    An `NSAForCausalLM` and a converted model are loaded as they are. Another decoder attends as
-    under `use_sparse_attention`: `convert` gives it layers of the same numbers.
-
-    `path` is a folder or a GGUF file. `settings` are those of `use_sparse_attention`, instead of
-    those that the configuration keeps, or of a converted model if they change no weights. On the
-    CPU weights are fp32, elsewhere of the dtype of the file."""
+    An `NSAForCausalLM` and a converted model are loaded as they are. `convert` gives another
+    decoder layers of the same numbers as under `use_sparse_attention`. `settings` replace those
+    that the configuration keeps; those of a converted model must not change weights."""
     try:
         with quiet():
             model, tokenizer = load(Path(path), settings, torch.device(device).type == "cpu")

@@ -19,16 +19,11 @@ from .. import varlen
 from ..checks import describe
 from .configuration import CONVERTED_KEY, KEY, dense_limit, drop_in_settings
 
-HINT = (
-    "give attention_mask [B, S], 1 for tokens and 0 for padding, or without a cache "
-    "(use_cache=False) position_ids that begin at 0 in each packed document"
-)
+HINT = "give attention_mask [B, S], or with use_cache=False position_ids that return to 0"
 # what a layer may ask for in vain
 REFUSED = {
-    "dropout": "attention_dropout must be 0 with sparse attention, got {}: set "
-    "model.config.attention_dropout and that of the attention modules, or model.eval()",
-    "output_attentions": "output_attentions must be False with sparse attention, which forms no "
-    "weights, got {}: native_sparse_attention.view.collect(model) records what layers read",
+    "dropout": "attention_dropout must be 0 with sparse attention, got {}: set it, or model.eval()",
+    "output_attentions": "output_attentions must be False with sparse attention, got {}",
     "position_bias": "position_bias must be None with sparse attention, got a bias of logits",
 }
 
@@ -102,9 +97,8 @@ class NSAMask:
         return real, not torch.compiler.is_compiling() and bool(real.all())
 
     def compact(self, T: int) -> tuple[Any, Any, Any, Tensor | None, int]:
-        """Of T queries and keys with padding: the moves (as of `varlen.Move`) of queries and of
-        keys to the positions that they have without it; tokens before the queries, [B] or 0, and
-        among them; and the fewest before them in any row, if the host may read it."""
+        """The moves (of `varlen.Move`) of T queries and of keys to their positions without padding;
+        tokens before the queries, [B] or 0, and among them; the fewest before them in any row."""
         keys = compaction(self.tokens)
         if isinstance(self.length, int) and self.length == T:
             return keys, keys, 0, None, 0

@@ -74,9 +74,8 @@ class NSAAttention(nn.Module):
         ranking: Ranking | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Attention [B, T, dim] to these tokens and to those of the cache, which newer releases
-        call `cache`. The layer has the frequencies of the model. `ranking` takes the loss of a
-        learned ranking; `ranking_losses` sets it too."""
+        """Attention [B, T, dim] to these tokens and to those of the cache. `ranking` takes the loss
+        of a learned ranking; `ranking_losses` sets it too."""
         options["dropout"] = self.dropout if self.training else 0.0
         x, T, layout = hidden_states, hidden_states.shape[1], None
         mask = NSAMask(T) if attention_mask is None else attention_mask

@@ -292,8 +292,7 @@ def record(
     config: AttentionConfig,
     indices: Tensor | None,
 ) -> None:
-    """Record a call of a layer, which has block indices [b i r n]. O(m j) in time; in memory O(m)
-    and a bounded number of scores."""
+    """Record a call of a layer, which has block indices [b i r n]."""
     if torch._C._current_graph_task_id() != -1:
         return  # a backward pass, where checkpointing calls layers once more
     b, length, heads = call.q.shape[:3]
@@ -330,13 +329,6 @@ def collect(
     Each call of a `SparseAttention` in the model adds a `Reading` to `collection[name]`; the second
     run of a checkpointed layer does not. Outputs and gradients stay the same, bit by bit. The cost
     is O(m T) in each layer for m queries of T tokens. A compiled model runs eagerly.
-
-    ```python
-    with collect(model, queries=64) as seen:
-        model(ids)
-    seen["layers.0.0"][0].mass.mean(dim=(0, 1))  # share of full attention read, by head
-    seen.agreement()  # between layers
-    ```
 
     Args:
         model: any module with `SparseAttention` layers inside, at any depth.

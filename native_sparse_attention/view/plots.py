@@ -1,7 +1,5 @@
-"""Pictures of a collection, as matplotlib Figures: what is read, the gates, the attention mass.
-
-All raise ValueError where there is nothing to draw, and ImportError without matplotlib.
-"""
+"""Pictures of a collection, as matplotlib Figures: what is read, the gates, the attention mass. All
+raise ValueError where there is nothing to draw, and ImportError without matplotlib."""
 
 from __future__ import annotations
 
