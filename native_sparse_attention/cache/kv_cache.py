@@ -286,6 +286,11 @@ class Identity:
     layer gets a new one, because its weights may change independently; a wrapper shares it."""
 
 
+def capacity_of(entries: int) -> int:
+    """Entries of a storage that grows: few copies, and little memory that nothing uses."""
+    return entries + entries // 8 if entries > 1024 else 1 << max(0, entries - 1).bit_length()
+
+
 class KVCache:
     """Keys and values of one attention layer, for a batch of sequences of different lengths.
 
@@ -761,7 +766,7 @@ class KVCache:
         if self.max_length is not None:
             size = self.max_length // every
         else:  # few copies, and little memory that nothing uses
-            size = end + end // 8 if end > 1024 else 1 << max(0, end - 1).bit_length()
+            size = capacity_of(end)
         grown = allocate_zeros(like, *like.shape[:2], size, like.shape[3])
         if store is not None:
             grown[:, :, : store.shape[2]] = store
