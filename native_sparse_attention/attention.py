@@ -6,53 +6,51 @@ w  windows          l  tokens of a window                d  head dimension
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from einops import rearrange
+import torch.nn.functional as F
 from einops.layers.torch import Rearrange
 from rotary_embedding_torch import RotaryEmbedding
 from torch import Tensor, nn
 from torch.nn import Module
 
-from . import blocks, ranking
+from . import ranking
 from .block_sizes import BlockSizes
-from .cache.kv_cache import Identity, KVCache, NewTokens, check_cache
-from .checks import (
-    BRANCHES,
-    check_bools,
-    check_choice,
-    check_generator,
-    check_hidden,
-    check_input,
-    copied,
-)
+from .cache.kv_cache import Identity, KVCache, check_cache
+from .checks import BRANCHES, check_bools, check_choice, check_generator, check_input, copied
 from .compat import refuse_transforms
 from .compress import (
     MeanPool,
-    SumPool,
-    default_compress_mlp,
-    free_window_count,
-    slide,
+    choose_network,
+    compress_sequences,
+    compress_windows,
     slides,
-    windowed,
-    windows_of,
 )
 from .config import SETTINGS, AttentionConfig, NSAConfig, changed
 from .gate import default_gate
 from .initialization import Started, reset
-from .norm import HeadNorm, norm_heads
 from .ops import branches, decode, dispatch, nsa
 from .ops.call import Call, DecodeInputs
 from .ops.triton import backend as triton_backend
-from .ops.triton.elementwise import compress_mean, compress_means
 from .rotary import Rotary, make_rotary, rotate, rotated_heads
 from .varlen import Documents, layer_layout
 
-FIELDS = frozenset(field.name for field in fields(NSAConfig))
+# the layer's `norm` is a module
+FIELDS = SETTINGS | {"norm"}
+SHOWN = SETTINGS | {"geometry", "alignment"}
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of each head of [.. (h d)]; all heads share the weight [d]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (-1, *self.normalized_shape))
+        # under autocast the weight is wider than x
+        weight = self.weight.to(x.dtype)
+        return F.rms_norm(heads, self.normalized_shape, weight, self.eps).flatten(-2)
 
 
 class SparseAttention(Started):
@@ -145,25 +143,22 @@ class SparseAttention(Started):
                 f"but backend={backend!r} was given"
             )
         super().__init__()
-        self.config = NSAConfig(**settings | ({"backend": "triton"} if use_triton_kernel else {}))
-        config = self.config
-        dim, dim_head = config.dim, config.dim_head
-        heads, kv_heads = config.heads, config.kv_heads
+        config = NSAConfig(**settings | ({"backend": "triton"} if use_triton_kernel else {}))
+        self.config = config
+        dim, dim_head, heads, kv_heads = config.dim, config.dim_head, config.heads, config.kv_heads
         self._dense = False
-        rotary = make_rotary(dim_head, rotary_emb, rope_theta, inv_freq)
         self.identity = Identity()
 
         self.norm = nn.RMSNorm(dim) if config.norm else nn.Identity()
         # q, then k and v for all branches, or for each branch: compressed, selected, window
-        dim_kv = kv_heads * dim_head
         kv_sets = len(config.branches) if branch_kv == "independent" else 1
-        self.qkv_split = (heads * dim_head, *(dim_kv,) * (2 * kv_sets))
+        self.qkv_split = (heads * dim_head, *(kv_heads * dim_head,) * (2 * kv_sets))
         self.to_qkv = nn.Linear(dim, sum(self.qkv_split), bias=config.qkv_bias)
         eps = config.qk_norm_eps
         self.q_norm, self.k_norm = (
             HeadNorm(dim_head, eps) if config.qk_norm else None for _ in "qk"
         )
-        self.rotary_emb = rotary
+        self.rotary_emb = rotary = make_rotary(dim_head, rotary_emb, rope_theta, inv_freq)
 
         # index queries of each KV head, then index keys
         self.to_index = None
@@ -176,11 +171,26 @@ class SparseAttention(Started):
                 )
             width = (kv_heads + config.index_heads) * config.index_dim
             self.to_index = nn.Linear(dim, width, bias=False)
-        self.compress_mem_kv = self.make_memory()
+        has_compressed, m = "compressed" in config.branches, config.num_compressed_mem_kv
+        memory = torch.zeros(2, kv_heads, m, dim_head)
+        # an empty parameter would get no gradient; checkpoints have the name
+        memory = nn.Parameter(memory) if m else nn.Buffer(memory)
+        self.compress_mem_kv = memory if has_compressed else None
         self.sinks = None
         if config.attention_sinks:
             self.sinks = nn.Parameter(torch.zeros(len(config.branches), heads))
-        self.make_compression(compress_mlp)
+
+        # compressed keys that only rank blocks have no values, and without a network to train no
+        # positions
+        network = choose_network(config, compress_mlp)
+        learns = has_compressed or any(p.requires_grad for p in network.parameters())
+        shape = kv_heads, config.compress_block_size, dim_head
+        self.k_intrablock_positions = nn.Parameter(torch.zeros(shape)) if learns else None
+        self.v_intrablock_positions = nn.Parameter(torch.zeros(shape)) if has_compressed else None
+        self.k_compress = copied(network) if config.compresses else None
+        self.v_compress = copied(network) if has_compressed else None
+        if not has_compressed:
+            self.twins = ()
 
         self.to_strategy_combine = None
         if len(config.branches) > 1:
@@ -199,68 +209,19 @@ class SparseAttention(Started):
 
         self.combine_heads = nn.Linear(heads * dim_head, dim, bias=config.out_bias)
 
-    def make_memory(self) -> nn.Parameter | None:
-        """The memory slots [2 k m d] of the compressed branch."""
-        config = self.config
-        m = config.num_compressed_mem_kv
-        if "compressed" not in config.branches:
-            return None
-        memory = torch.zeros(2, config.kv_heads, m, config.dim_head)
-        if m:
-            return nn.Parameter(memory)
-        # empty: a parameter would get no gradient; checkpoints have the name
-        self.register_buffer("compress_mem_kv", memory)
-        return self.compress_mem_kv
-
-    def make_compression(self, network: Module | None) -> None:
-        """The networks of windows and their positions. Compressed keys that only rank blocks have
-        no values, and without a network to train no positions."""
-        config = self.config
-        l, dim_head, kv_heads = config.compress_block_size, config.dim_head, config.kv_heads
-        has_branch = "compressed" in config.branches
-        if network is None and has_branch:
-            factor = config.compress_mlp_expand_factor
-            check_hidden("compress_mlp_expand_factor", factor, l * dim_head)
-            network = default_compress_mlp(dim_head, l, factor)
-        elif network is None:
-            network = MeanPool()
-        elif config.importance == "index":
-            raise ValueError("compress_mlp must be None with importance='index', whose keys learn")
-        else:
-            gets_gradient = has_branch or (config.ranks and config.use_diff_topk)
-            if not gets_gradient and any(p.requires_grad for p in network.parameters()):
-                raise ValueError(
-                    "compress_mlp must have no parameters to train where compressed keys only rank "
-                    "blocks and use_diff_topk=False, since no gradient reaches them: give "
-                    "MeanPool() or freeze it"
-                )
-        learns = has_branch or any(p.requires_grad for p in network.parameters())
-
-        def positions(exist: bool) -> nn.Parameter | None:
-            return nn.Parameter(torch.zeros(kv_heads, l, dim_head)) if exist else None
-
-        self.k_intrablock_positions = positions(learns)
-        self.v_intrablock_positions = positions(has_branch)
-        self.k_compress = copied(network) if config.compresses else None
-        self.v_compress = copied(network) if has_branch else None
-        if not has_branch:
-            self.twins = ()
-
     @classmethod
     def from_config(cls, config: NSAConfig, **networks: Any) -> SparseAttention:
         """A layer with these settings. `networks` are the constructor's other arguments:
         compress_mlp, strategy_combine_mlp, rotary_emb, rope_theta, inv_freq."""
         if not isinstance(config, NSAConfig):
             raise ValueError(f"config must be an NSAConfig, got {type(config).__name__}")
-        settings = {field.name: getattr(config, field.name) for field in fields(config)}
-        scale = settings.pop("scale")
-        layer = cls(**settings, **networks)
-        layer.config = replace(layer.config, scale=scale)
+        layer = cls(**config.values_of(*(FIELDS - {"scale"})), **networks)
+        layer.config = replace(layer.config, scale=config.scale)
         return layer
 
     def __getattr__(self, name: str) -> Any:
-        """The settings of `config` by their names."""
-        if name in SETTINGS and "config" in self.__dict__:
+        """The settings of `config` by their names, its geometry and its alignment."""
+        if name in SHOWN and "config" in self.__dict__:
             return getattr(self.config, name)
         return super().__getattr__(name)
 
@@ -269,16 +230,6 @@ class SparseAttention(Started):
         if name in SETTINGS:
             name, value = "config", changed(self, name, value)
         super().__setattr__(name, value)
-
-    @property
-    def geometry(self) -> dict[str, Any]:
-        """The settings that the contents of a cache depend on."""
-        return self.config.geometry
-
-    @property
-    def alignment(self) -> int:
-        """Packed documents passed as `documents` begin at multiples of this number."""
-        return self.config.alignment
 
     @property
     def dense(self) -> bool:
@@ -396,46 +347,146 @@ class SparseAttention(Started):
         if layout is not None:
             inp = layout.spread(inp)
             documents = layout.documents if cache is None else None
-
-        # queries, keys and values of these tokens, rotated to their positions
+        positions = None if documents is None else documents.positions()
         tokens: Any = None if cache is None else cache.new_tokens(inp, lengths)
+        start: Any = 0 if tokens is None else tokens.start
+        # whether autograd may save what the layer reads of the cache
+        saved = cache is not None and torch.is_grad_enabled()
+        saved = saved and (inp.requires_grad or any(p.requires_grad for p in self.parameters()))
+
+        # queries [b h n d], and keys and values in turn: a pair for all branches, or one for each
         x = self.norm(inp if tokens is None else tokens.zero_padding(inp))
-        qkv, gates = self.project(x), self.gates(x)
-        q, kv = self.split(qkv)
-        start = 0 if tokens is None else tokens.start
+        gates = None if self.to_strategy_combine is None else self.to_strategy_combine(x)
+        qkv = self.to_qkv(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, *kv = qkv.split(self.qkv_split, dim=-1)
+            kv = [t if i % 2 else self.k_norm(t) for i, t in enumerate(kv)]
+            qkv = torch.cat((self.q_norm(q), *kv), dim=-1)
+        heads = qkv.unflatten(-1, (-1, config.dim_head)).transpose(1, 2)
+        q, *kv = heads.split([width // config.dim_head for width in self.qkv_split], dim=1)
         if cache is not None:
             cache.bind(self.identity, config.geometry, {"k": kv[0], "v": kv[1]})
-        backend = self.choose_backend(q, kv, start, disable_triton_kernel)
-        if cache is not None and self.supports_decode(cache, q, kv, backend, masks):
+        q_rows, k_rows, v_rows = (t.transpose(1, 2) for t in (q, *kv[:2]))
+        call = Call(q_rows, k_rows, v_rows, q_offset=start)
+        backend: Any = config.backend
+        if disable_triton_kernel and backend in ("auto", "triton"):
+            backend = ("flex", "eager") if q.is_cuda else "eager"
+        backend = dispatch.choose(backend, "native_sparse_attention", call, config.for_functions)
+        is_plain = masks == (None, None) and backend == "triton" and not saved
+        if cache is not None and is_plain and self.supports_decode(cache, call):
             tokens = cache.decoded(tokens, q.device)
             start = tokens.start
-        positions = None if documents is None else documents.positions()
-        ranks = not self._dense or cache is not None or config.use_diff_topk
-        ranks = ranks or ranking_queries is not None
-        tensors, raw = self.rotate(x, qkv, start, positions, backend, ranks)
 
-        # what they see: the whole sequence, or what the cache holds
-        leaders = None
+        # rotated to their positions, but for what is compressed
+        own = config.branches if len(kv) > 2 else ()
+        sets = [own.index(name) if name in own else 0 for name in BRANCHES]
+        (raw_k, raw_v), (k, v), (window_k, window_v) = (kv[2 * i : 2 * i + 2] for i in sets)
+        has_window = "window" in config.branches and window_k is not k
+        fused = None
+        if len(kv) == 2 and isinstance(start, int) and start == 0:
+            shape = config.heads, config.dim_head
+            fused = rotated_heads(self.rotary_emb, qkv, *shape, positions, backend)
+        if fused is None:
+            keys = [k, window_k] if has_window else [k]
+            rotated = rotate(self.rotary_emb, [q, *keys], start, positions, backend)
+            rotated_q, k, window_k = rotated[0], rotated[1], rotated[-1]
+        else:
+            rotated_q, k, q, raw_k, v, raw_v = fused
+        tensors = {"q": rotated_q, "k": k, "v": v}
+        if has_window:
+            tensors |= {"window_k": window_k, "window_v": window_v}
+
+        # queries that rank blocks; `raw`, the keys and values to compress
+        raw: dict[str, Tensor] = {}
+        l, d, is_indexed = config.compress_block_size, config.d, self.to_index is not None
+        # means of single tokens are the keys themselves
+        ranks_by_keys = config.rank_rotated and l == d == 1 and not is_indexed
+        ranks_by_keys = ranks_by_keys and config.compresses and slides(self.k_compress)
+        ranks_by_keys = ranks_by_keys and isinstance(self.k_compress, MeanPool)
+        ranks = not self._dense or cache is not None or ranking_queries is not None
+        ranks = config.compresses and (ranks or config.use_diff_topk)
+        if ranks and is_indexed:  # the gradient of the index stops here
+            index = self.to_index(x.detach()).unflatten(-1, (-1, config.index_dim)).transpose(1, 2)
+            pair = [index[:, : config.kv_heads], index[:, config.kv_heads :]]
+            if config.rank_rotated:
+                pair = rotate(self.rotary_emb, pair, start, positions, backend)
+            tensors["cq"], index_k = pair
+            if l == d == 1:
+                tensors["ck"] = index_k
+            else:
+                raw = {"k": index_k}
+        elif ranks and config.rank_rotated:
+            raw = {} if ranks_by_keys else {"k": k}
+        elif ranks:
+            tensors["cq"] = q
+            raw = {"k": raw_k} if self.v_compress is None else {"k": raw_k, "v": raw_v}
+
+        # keys and values of the whole sequence, or those that the cache holds
+        networks = {
+            "k": (self.k_compress, self.k_intrablock_positions),
+            "v": (self.v_compress, self.v_intrablock_positions),
+        }
+        ring = leaders = None
         if cache is None:
-            tensors |= self.compress_whole(raw, documents, backend)
+            tensors |= compress_sequences(raw, networks, config, documents, backend)
         else:
-            tensors |= self.extend(cache, tokens, tensors, raw)
-            leaders = self.shared_rankings(cache, tokens, q)
-        if cache is not None and tokens.decoded:
-            out, indices = self.decode(gates, tensors, cache, tokens, leaders), None
-        else:
-            dense = cache is not None and 0 < (cache.max_length or 0) <= config.dense_length
-            out, indices = self.attend(
-                gates, tensors, masks, backend, dense, q_offset=start, documents=documents,
-                leader_indices=leaders,
-            )  # fmt: skip
-        if cache is not None:
-            if indices is not None and self.shares_rankings:
-                rankings = rearrange(indices, "b n h s -> b h n s")
-                cache.keep_recent({"ranking": rankings}, tokens, 1)
-            cache.keep_recent(raw, tokens, config.compress_block_size - 1)
-            cache.finish(tokens, config.dense_length)
+            new = {name: t for name, t in tensors.items() if name not in ("q", "cq")}
+            tensors |= cache.append(new, tokens, saved=saved)
+            if raw and tokens.host is not None and tokens.width(d) == 0 and not saved:
+                summaries = {f"c{name}": t[:, :, :0] for name, t in raw.items()}
+                tensors |= cache.append(summaries, tokens, d)
+            elif raw:
+                windows = cache.windows(raw, tokens, l, d)
+                summaries = compress_windows(windows, networks)
+                tensors |= cache.append(summaries, tokens, d, saved)
+            if config.selection_stride > 1 and config.ranks:  # rankings that new tokens may share
+                is_shared = config.query_heads_share_selected_kv
+                rankings = config.kv_heads if is_shared else config.heads
+                size = len(q), rankings, 0, config.num_selected_blocks
+                like = q.new_empty(size, dtype=torch.int32)
+                ring = cache.ring({"ranking": like}, 1)["ranking"]
+                if not tokens.decoded and (isinstance(start, Tensor) or start > 0):
+                    leaders = cache.recent("ranking", tokens, 1)[:, :, 0]
 
+        # attention of [b n h d]
+        inputs: dict[str, Any] = {name: t.transpose(1, 2) for name, t in tensors.items()}
+        inputs |= {"branch_gates": gates, "sinks": self.sinks}
+        if self.compress_mem_kv is not None and config.num_compressed_mem_kv > 0:
+            inputs["mem_k"], inputs["mem_v"] = self.compress_mem_kv.to(rotated_q.dtype)
+        if ranks_by_keys:
+            inputs["ck"] = inputs["k"]
+        elif is_indexed and "ck" in inputs:  # index keys of one head rank for all
+            inputs["ck"] = inputs["ck"].expand(-1, -1, config.kv_heads, -1)
+        indices = None
+        if cache is not None and tokens.decoded:
+            if is_indexed and ranks:  # the kernels have a query for each head
+                inputs["cq"] = inputs["cq"].repeat_interleave(config.heads // config.kv_heads, 2)
+            # the kernels read lengths on the device: a CUDA graph can replay at any of them
+            step = DecodeInputs(
+                **inputs, lengths=start, counts=tokens.counts, page_table=cache.page_table,
+                counters=cache.workspace(q.device, config.kv_heads, decode.COUNTERS), ranking=ring,
+            )  # fmt: skip
+            out = decode.run_decode_kernels(config.for_steps, step).flatten(2)
+        else:
+            call = Call(**inputs, q_offset=start, documents=documents, leader_indices=leaders)
+            settings = config.for_functions
+            is_short = cache is not None and 0 < (cache.max_length or 0) <= config.dense_length
+            if self._dense or is_short:
+                settings = config.dense_alone if call.ck is None else config.dense
+            if masks != (None, None) or documents is not None:
+                # the layer and its cache made all other tensors
+                call = nsa.checked(call, settings, masks)
+            keep_slots = config.selection_stride > 1
+            out, indices = branches.attend(call, settings, backend, masks, keep_slots)
+            if self.observer is not None:
+                self.observer(call, settings, indices)
+            out = self.tie_unread(out.flatten(2), call)
+
+        if cache is not None:
+            if ring is not None and indices is not None:
+                cache.keep_recent({"ranking": indices.transpose(1, 2)}, tokens, 1)
+            cache.keep_recent(raw, tokens, l - 1)
+            cache.finish(tokens, config.dense_length)
         out = self.combine_heads(out if layout is None else layout.collect(out))
         if layout is None and tokens is not None:
             out = tokens.zero_padding(out)
@@ -449,313 +500,19 @@ class SparseAttention(Started):
             )  # fmt: skip
         return (out, cache) if return_cache else out
 
-    # projection
-
-    def project(self, x: Tensor) -> Tensor:
-        """Queries, and keys and values in turn, [b n (q k v ..)] of the normalized input."""
-        qkv = self.to_qkv(x)
-        if self.q_norm is None or self.k_norm is None:
-            return qkv
-        return norm_heads(qkv, self.qkv_split, self.q_norm, self.k_norm)
-
-    def split(self, qkv: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Queries [b h n d], and keys and values in turn."""
-        dim_head = self.config.dim_head
-        heads = qkv.unflatten(-1, (-1, dim_head)).transpose(1, 2)
-        q, *kv = heads.split([width // dim_head for width in self.qkv_split], dim=1)
-        return q, kv
-
-    def gates(self, x: Tensor) -> Tensor | None:
-        """Gates [b n h branches] of the normalized input; None for one branch."""
-        return None if self.to_strategy_combine is None else self.to_strategy_combine(x)
-
-    def branch_pair(self, kv: list[Tensor], branch: str) -> list[Tensor]:
-        """Of keys and values in turn, the pair of a branch, or of another if it is left out."""
+    def supports_decode(self, cache: KVCache, call: Call) -> bool:
+        """Whether the decode kernels support a call without gradients and flex masks: few tokens,
+        none at a position where tokens attend to all keys."""
         config = self.config
-        index = 0
-        if config.branch_kv == "independent" and branch in config.branches:
-            index = config.branches.index(branch)
-        return kv[2 * index : 2 * index + 2]
-
-    def rotate(
-        self,
-        x: Tensor,
-        qkv: Tensor,
-        start: int | Tensor,
-        positions: Tensor | None,
-        backend: str,
-        ranks: bool = True,
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Tensors [b h n d] of the branches by name, with queries and keys rotated to `positions`
-        [b n] or to those from `start` on; and the keys and values that are compressed. Without
-        `ranks`, those of dense attention alone.
-
-        Windows have positions of their own: their keys and values, and the queries "cq" for them,
-        are not rotated, unless with `rank_rotated`. With index queries [b k n d] and index keys
-        [b 1|k n d] of x these take their place; keys of single tokens are "ck" as they are."""
-        config, rotary = self.config, self.rotary_emb
-        heads = None
-        if config.branch_kv == "shared" and isinstance(start, int) and start == 0:
-            shape = config.heads, config.dim_head
-            heads = rotated_heads(rotary, qkv, *shape, positions, backend)
-        if heads is None:
-            q, kv = self.split(qkv)
-            k, v = self.branch_pair(kv, "selected")
-            window_k, window_v = self.branch_pair(kv, "window")
-            has_window = "window" in config.branches and window_k is not k
-            keys = [k, window_k] if has_window else [k]
-            rotated_q, k, *window_heads = rotate(rotary, [q, *keys], start, positions, backend)
-            tensors = {"q": rotated_q, "k": k, "v": v}
-            if has_window:
-                tensors |= {"window_k": window_heads[0], "window_v": window_v}
-            raw = dict(zip("kv", self.branch_pair(kv, "compressed"), strict=True))
-        else:
-            q, tensors = heads.cq, {"q": heads.q, "k": heads.k, "v": heads.v}
-            raw = {"k": heads.ck, "v": heads.cv}
-        if not config.compresses or not ranks:
-            return tensors, {}
-        if self.to_index is not None and config.ranks:
-            # the gradient of the index stops here
-            index = self.to_index(x.detach()).unflatten(-1, (-1, config.index_dim)).transpose(1, 2)
-            pair = [index[:, : config.kv_heads], index[:, config.kv_heads :]]
-            if config.rank_rotated:
-                pair = rotate(rotary, pair, start, positions, backend)
-            tensors["cq"] = pair[0]
-            if config.compress_block_size == config.d == 1:
-                return {**tensors, "ck": pair[1]}, {}
-            return tensors, {"k": pair[1]}
-        if config.rank_rotated:
-            return tensors, {} if self.ranks_by_tokens() else {"k": tensors["k"]}
-        names = ("k", "v") if "compressed" in config.branches else ("k",)
-        return {**tensors, "cq": q}, {name: raw[name] for name in names}
-
-    # compression
-
-    def ranks_by_tokens(self) -> bool:
-        """Whether the keys that rank blocks are the rotated keys themselves."""
-        config = self.config
-        sizes = config.compress_block_size, config.d
-        plain = config.rank_rotated and sizes == (1, 1) and config.compresses
-        plain = plain and self.to_index is None
-        return plain and isinstance(self.k_compress, MeanPool) and slides(self.k_compress)
-
-    def compressor(self, name: str) -> tuple[Any, Tensor | None]:
-        """The network and the positions of keys "k" or values "v"."""
-        if name == "k":
-            return self.k_compress, self.k_intrablock_positions
-        return self.v_compress, self.v_intrablock_positions
-
-    def compress(self, windows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Summaries [b h w d] of windows [b h w l d], as "ck" and "cv"."""
-        compressed = {}
-        for name, t in windows.items():
-            network, positions = self.compressor(name)
-            if positions is not None:
-                t = t + rearrange(positions.to(t.dtype), "h l d -> h 1 l d")
-            b, h, w, _, d = t.shape
-            summary = compressed[f"c{name}"] = network(t).to(t.dtype)
-            if summary.shape != (b, h, w, d):
-                raise ValueError(
-                    "compress_mlp must map [b h w l d] to [b h w d], "
-                    f"got {list(t.shape)} to {list(summary.shape)}"
-                )
-        return compressed
-
-    def compress_whole(
-        self,
-        raw: dict[str, Tensor],
-        documents: Documents | None,
-        backend: str,
-    ) -> dict[str, Tensor]:
-        """Summaries of whole sequences "k" and "v" [b h n d]. Sliding networks read the sequence
-        without copying windows; a kernel computes means."""
-        config = self.config
-        if not raw:
-            return {}
-        compressed: dict[str, Tensor] = {}
-        l, d = config.compress_block_size, config.d
-        nets: list[Any] = [net for net, _ in map(self.compressor, raw)]
-        sliding: list[Any] = [net for net in nets if slides(net)]
-        count = free_window_count(raw["k"].shape[2], d, config.causal)
-        if count is not None or documents is not None or l % d or len(sliding) < len(raw):
-            windows = {
-                n: windows_of(t, l, d, config.causal, documents, count) for n, t in raw.items()
-            }
-            return self.compress(windows)
-        k, v = raw["k"], raw.get("v")
-        if backend == "triton":
-            n = blocks.num_windows(k.shape[2], d, causal=config.causal)
-            if v is not None:
-                positions = self.k_intrablock_positions, self.v_intrablock_positions
-                means = compress_means(k, v, *positions, l, d, n)
-                for name, mean, net in zip(("ck", "cv"), means, sliding, strict=True):
-                    is_sum = isinstance(net, SumPool)
-                    compressed[name] = mean * (l * net.gain).to(mean.dtype) if is_sum else mean
-                return compressed
-            averaged = all(isinstance(net, MeanPool) for net in sliding)
-            averaged = averaged and not config.use_diff_topk
-            if averaged and (self.to_index is None or not torch.is_grad_enabled()):
-                return {"ck": compress_mean([k.detach()], [], l, d, n)[0]}
-        for (name, t), net in zip(raw.items(), sliding, strict=True):
-            _, p = self.compressor(name)
-            compressed[f"c{name}"] = slide(net, windowed(t, l, d, config.causal), p, l, d)
-        return compressed
-
-    def memory(self, dtype: torch.dtype) -> dict[str, Any]:
-        if self.compress_mem_kv is None or self.config.num_compressed_mem_kv == 0:
-            return {"mem_k": None, "mem_v": None}
-        mem_k, mem_v = self.compress_mem_kv.to(dtype)
-        return {"mem_k": mem_k, "mem_v": mem_v}
-
-    # the cache
-
-    @property
-    def shares_rankings(self) -> bool:
-        """Whether tokens share the rankings of earlier ones, which the cache keeps."""
-        return self.config.selection_stride > 1 and self.config.ranks
-
-    def extend(
-        self,
-        cache: KVCache,
-        tokens: NewTokens,
-        tensors: dict[str, Tensor],
-        raw: dict[str, Tensor],
-    ) -> dict[str, Tensor]:
-        """Write new tokens and the windows that they complete to the cache. Returns what attention
-        reads of it."""
-        l, d, saved = self.config.compress_block_size, self.config.d, self.is_trained(tensors["k"])
-        names = ("k", "v", "window_k", "window_v", "ck")
-        new = {name: tensors[name] for name in names if name in tensors}
-        streams = cache.append(new, tokens, saved=saved)
-        if not raw:
-            return streams
-        if tokens.host is not None and tokens.width(d) == 0 and not saved:
-            summaries = {f"c{name}": t[:, :, :0] for name, t in raw.items()}
-        else:
-            summaries = self.compress(cache.windows(raw, tokens, l, d))
-        return streams | cache.append(summaries, tokens, d, saved)
-
-    def shared_rankings(self, cache: KVCache, tokens: NewTokens, q: Tensor) -> Tensor | None:
-        """Block indices of earlier tokens, which new ones may share: the ring buffer of the decode
-        kernels, or those of the last token [b h n]."""
-        config = self.config
-        if not self.shares_rankings:
-            return None
-        ranks = config.kv_heads if config.query_heads_share_selected_kv else config.heads
-        like = q.new_empty(len(q), ranks, 0, config.num_selected_blocks, dtype=torch.int32)
-        ring = cache.ring({"ranking": like}, 1)["ranking"]
-        if tokens.decoded:
-            return ring
-        if isinstance(tokens.start, int) and tokens.start == 0:
-            return None
-        return cache.recent("ranking", tokens, 1)[:, :, 0]
-
-    def is_trained(self, inp: Tensor) -> bool:
-        """Whether autograd may save the tensors that the layer reads."""
-        if not torch.is_grad_enabled():
-            return False
-        return inp.requires_grad or any(p.requires_grad for p in self.parameters())
-
-    def dense_below(self, cache: KVCache) -> int:
-        """The length below which some new token attends to all keys; 0 if there is none."""
-        if self._dense:
-            return sys.maxsize
-        length = self.config.dense_length
-        if torch.compiler.is_compiling():  # there the device alone knows the lengths
-            return 0 if length and cache.least_length >= length else length
-        return length if any(held < length for held in cache.lengths) else 0
-
-    def supports_decode(
-        self,
-        cache: KVCache,
-        q: Tensor,
-        kv: list[Tensor],
-        backend: str,
-        masks: tuple[Any, Any] = (None, None),
-    ) -> bool:
-        """Whether the decode kernels support this call: few tokens, none at a position where tokens
-        attend to all keys, no gradients, no flex masks."""
-        config = self.config
-        if cache.batch is None or q.shape[2] > cache.rollback or self.is_trained(q):
-            return False
-        if masks != (None, None) or backend != "triton":
+        if cache.batch is None or call.q.shape[1] > cache.rollback or self._dense:
             return False
         if self.to_index is not None and config.index_dim != config.dim_head:
             return False
-        if self.dense_below(cache):
+        # in a compiled graph the device alone knows the lengths
+        held = [cache.least_length] if torch.compiler.is_compiling() else cache.lengths
+        if any(length < config.dense_length for length in held):
             return False
-        q, k, v = (t.transpose(1, 2) for t in (q, *kv[:2]))
-        call = Call(q, k, v)
         return not triton_backend.why_not("decode_attention", call, config.for_steps)
-
-    # attention
-
-    def choose_backend(
-        self, q: Tensor, kv: list[Tensor], start: int | Tensor, disable_triton: bool
-    ) -> str:
-        """The backend of a call with these heads [b h n d]."""
-        config = self.config
-        backend: str | tuple[str, ...] = config.backend
-        if disable_triton and backend in ("auto", "triton"):
-            backend = ("flex", "eager") if q.is_cuda else "eager"
-        q, k, v = (t.transpose(1, 2) for t in (q, *kv[:2]))
-        call = Call(q, k, v, q_offset=start)
-        return dispatch.choose(backend, "native_sparse_attention", call, config.for_functions)
-
-    def call_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Tensors [b h n d] as the functions take them, [b n h d], and the memory."""
-        rows: dict[str, Any] = {name: t.transpose(1, 2) for name, t in tensors.items()}
-        if self.ranks_by_tokens():
-            rows["ck"] = rows["k"]
-        if self.to_index is not None and "ck" in rows:  # index keys of one head rank for all
-            rows["ck"] = rows["ck"].expand(-1, -1, self.config.kv_heads, -1)
-        return rows | self.memory(tensors["q"].dtype)
-
-    def attend(
-        self,
-        gates: Tensor | None,
-        tensors: dict[str, Tensor],
-        masks: tuple[Any, Any],
-        backend: str,
-        dense: bool = False,
-        **layout: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The branches of tensors [b h n d] by name, combined by gates: [b n (h d)], and the block
-        indices; or dense attention. `layout` has the other fields of a `Call`: offset, leaders,
-        documents."""
-        rows = self.call_tensors(tensors)
-        call = Call(**rows, branch_gates=gates, sinks=self.sinks, **layout)
-        config = self.config.for_functions
-        if self._dense or dense:
-            config = self.config.dense_alone if call.ck is None else self.config.dense
-        if masks != (None, None) or call.documents is not None:
-            # the layer and its cache made all other tensors
-            call = nsa.checked(call, config, masks)
-        keep_slots = self.config.selection_stride > 1
-        out, indices = branches.attend(call, config, backend, masks, keep_slots)
-        if self.observer is not None:
-            self.observer(call, config, indices)
-        return self.tie_unread(out.flatten(2), call), indices
-
-    def decode(
-        self,
-        gates: Tensor | None,
-        tensors: dict[str, Tensor],
-        cache: KVCache,
-        tokens: Any,
-        rankings: Tensor | None,
-    ) -> Tensor:
-        """`attend` of few new tokens by the decode kernels, over the storage of the cache. They
-        read lengths on the device: a CUDA graph can replay at any of them."""
-        config, rows = self.config, self.call_tensors(tensors)
-        if self.to_index is not None and "cq" in rows:  # the kernels have a query for each head
-            rows["cq"] = rows["cq"].repeat_interleave(config.heads // config.kv_heads, dim=2)
-        counters = cache.workspace(rows["q"].device, config.kv_heads, decode.COUNTERS)
-        call = DecodeInputs(
-            **rows, branch_gates=gates, sinks=self.sinks, lengths=tokens.start,
-            counts=tokens.counts, page_table=cache.page_table, counters=counters, ranking=rankings,
-        )  # fmt: skip
-        return decode.run_decode_kernels(config.for_steps, call).flatten(2)
 
     def tie_unread(self, out: Tensor, call: Call) -> Tensor:
         """The output, tied to compressed keys or queries that this call may not read, as for a

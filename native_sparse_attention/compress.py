@@ -28,8 +28,10 @@ from torch import Tensor, nn
 from . import blocks
 from .checks import check_choice, check_factor, check_hidden
 from .compat import free_size, is_exporting, no_autocast
+from .config import NSAConfig
 from .initialization import Started, StartedLinear
 from .ops.reference import upcast
+from .ops.triton.elementwise import compress_mean, compress_means
 from .varlen import Documents
 
 
@@ -321,7 +323,33 @@ class CompressTransformer(Started):
         return rearrange(x, "(b w) 1 (h d) -> b h w d", b=b, w=w, h=h).to(kv.dtype)
 
 
-def slides(network: nn.Module) -> bool:
+def choose_network(config: NSAConfig, network: nn.Module | None) -> nn.Module:
+    """The network of a layer that was given `network`.
+
+    Raises:
+        ValueError: a network whose weights get no gradient, or a hidden layer without units.
+    """
+    has_branch = "compressed" in config.branches
+    if network is None and not has_branch:
+        return MeanPool()
+    if network is None:
+        l, dim_head = config.compress_block_size, config.dim_head
+        factor = config.compress_mlp_expand_factor
+        check_hidden("compress_mlp_expand_factor", factor, l * dim_head)
+        return default_compress_mlp(dim_head, l, factor)
+    if config.is_indexed:
+        raise ValueError("compress_mlp must be None with importance='index', whose keys learn")
+    gets_gradient = has_branch or (config.ranks and config.use_diff_topk)
+    if not gets_gradient and any(p.requires_grad for p in network.parameters()):
+        raise ValueError(
+            "compress_mlp must have no parameters to train where compressed keys only rank "
+            "blocks and use_diff_topk=False, since no gradient reaches them: give "
+            "MeanPool() or freeze it"
+        )
+    return network
+
+
+def slides(network: Any) -> bool:
     """Whether `compress_segments` can replace `forward`: not for a derived class or a network with
     hooks."""
     return type(network) in (MeanPool, SumPool) and not (
@@ -330,12 +358,65 @@ def slides(network: nn.Module) -> bool:
     )  # fmt: skip
 
 
-def slide(network: Any, tokens: Tensor, positions: Tensor | None, l: int, stride: int) -> Tensor:
-    """The network's output for windows of tokens [b h n d] with positions [h l d] added."""
-    out = network.compress_segments(unfold(tokens, stride, stride), l // stride)
-    if positions is not None:
-        out = out + network(positions.to(tokens.dtype)[None, :, None])
-    return out.to(tokens.dtype)
+# the network and the positions [h l d] of keys "k" and of values "v"
+Networks = dict[str, tuple[Any, Tensor | None]]
+
+
+def compress_windows(windows: dict[str, Tensor], networks: Networks) -> dict[str, Tensor]:
+    """Summaries [b h w d] of windows [b h w l d] of "k" and "v", as "ck" and "cv"."""
+    compressed = {}
+    for name, t in windows.items():
+        network, positions = networks[name]
+        if positions is not None:
+            t = t + positions.to(t.dtype)[:, None]
+        b, h, w, _, d = t.shape
+        summary = compressed[f"c{name}"] = network(t).to(t.dtype)
+        if summary.shape != (b, h, w, d):
+            raise ValueError(
+                "compress_mlp must map [b h w l d] to [b h w d], "
+                f"got {list(t.shape)} to {list(summary.shape)}"
+            )
+    return compressed
+
+
+def compress_sequences(
+    raw: dict[str, Tensor],
+    networks: Networks,
+    config: NSAConfig,
+    documents: Documents | None,
+    backend: str,
+) -> dict[str, Tensor]:
+    """`compress_windows` of whole sequences [b h n d]. Sliding networks read the sequence without
+    copying windows; a kernel computes means."""
+    if not raw:
+        return {}
+    l, d, causal = config.compress_block_size, config.d, config.causal
+    n = blocks.num_windows(raw["k"].shape[2], d, causal=causal)
+    nets = [networks[name][0] for name in raw]
+    if is_exporting() or documents is not None or l % d or not all(map(slides, nets)):
+        count = free_size(n) if is_exporting() else None
+        windows = {name: windows_of(t, l, d, causal, documents, count) for name, t in raw.items()}
+        return compress_windows(windows, networks)
+    positions: list[Any] = [networks[name][1] for name in raw]
+    if backend == "triton" and len(raw) == 2:
+        means = compress_means(raw["k"], raw["v"], positions[0], positions[1], l, d, n)
+        scaled = [
+            mean if isinstance(net, MeanPool) else mean * (l * net.gain).to(mean.dtype)
+            for mean, net in zip(means, nets, strict=True)
+        ]
+        return dict(zip(("ck", "cv"), scaled, strict=True))
+    # keys that only rank have no gradient, but for index keys and differentiable top-k
+    has_gradient = config.use_diff_topk or (config.is_indexed and torch.is_grad_enabled())
+    if backend == "triton" and isinstance(nets[0], MeanPool) and not has_gradient:
+        return {"ck": compress_mean([raw["k"].detach()], [], l, d, n)[0]}
+    compressed = {}
+    for (name, t), net, p in zip(raw.items(), nets, positions, strict=True):
+        segments = unfold(windowed(t, l, d, causal), d, d)
+        summary = net.compress_segments(segments, l // d)
+        if p is not None:
+            summary = summary + net(p.to(t.dtype)[None, :, None])
+        compressed[f"c{name}"] = summary.to(t.dtype)
+    return compressed
 
 
 def unfold(t: Tensor, l: int, d: int) -> Tensor:
@@ -343,11 +424,6 @@ def unfold(t: Tensor, l: int, d: int) -> Tensor:
     if t.shape[2] < l:
         return t.new_zeros(*t.shape[:2], 0, l, t.shape[3])
     return t.unfold(2, l, d).transpose(-2, -1)
-
-
-def free_window_count(n: int, d: int, causal: bool) -> int | None:
-    """The number of windows of n tokens as a `free_size` under torch.export, else None."""
-    return free_size(blocks.num_windows(n, d, causal=causal)) if is_exporting() else None
 
 
 def windowed(t: Tensor, l: int, d: int, causal: bool) -> Tensor:

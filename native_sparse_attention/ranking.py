@@ -119,14 +119,11 @@ def ranking_loss(
     j = torch.arange(n, device=i.device)
     visible = (j <= position[..., None]) if config.causal else torch.ones_like(j, dtype=torch.bool)
     visible = visible.expand(*position.shape, -1)
-    c = torch.arange(blocks.num_blocks(n, s), device=i.device)
     if documents is not None:
         visible = visible & (j >= documents.first[..., None]) & (j < documents.last[..., None])
         visible = visible & (position < documents.last)[..., None]  # padding sees nothing
-    candidate = candidates(position, c, len(c), documents, config)
-    candidate = (candidate & is_token[..., None])[:, None]
 
-    with no_autocast(tensors["q"].device.type):
+    with no_autocast(device.type):
         q, k, v, cq, ck = (tensors[name].float() for name in ("q", "k", "v", "cq", "ck"))
         if ck.shape[2] == 0:  # no window is complete: no block is a candidate
             ck = F.pad(ck, (0, 0, 0, 1))
@@ -137,6 +134,9 @@ def ranking_loss(
             # detached: without gradients there are tangents of forward mode still
             exact = heads.detach(), k.detach(), v.detach()
             target = block_targets(*exact, sinks, visible, config, weigh)
+            c = torch.arange(blocks.num_blocks(n, s), device=device)
+            candidate = candidates(position, c, len(c), documents, config)
+            candidate = (candidate & is_token[..., None])[:, None]
             target = target.masked_fill(~candidate, 0.0)
             total = target.sum(dim=-1, keepdim=True)
             target = target / total.clamp(min=torch.finfo(total.dtype).tiny)

@@ -262,14 +262,14 @@ def nothing_to_release(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The steps that layers took by the kernels."""
-    from native_sparse_attention import SparseAttention
+    from native_sparse_attention import KVCache
 
     taken = []
 
-    def decode(*args: Any) -> Any:
-        taken.append(args[4].host)
-        return real(*args)
+    def decoded(cache: Any, tokens: Any, device: Any) -> Any:
+        taken.append(tokens.host)
+        return real(cache, tokens, device)
 
-    real = SparseAttention.decode
-    monkeypatch.setattr(SparseAttention, "decode", decode)
+    real = KVCache.decoded
+    monkeypatch.setattr(KVCache, "decoded", decoded)
     return taken

@@ -242,10 +242,10 @@ def test_gates_begin_at_the_window(branches):
     module = SparseAttention(DIM, 8, 4, 5, 8, 8, 2, branches=branches)
     others = -2.0 if "window" in branches else 0.0
     start = torch.tensor([2.0 if name == "window" else others for name in branches]).sigmoid()
-    close(module.gates(torch.randn(1, 1, DIM))[0, 0, 0], start, 1e-6)
+    close(module.to_strategy_combine(torch.randn(1, 1, DIM))[0, 0, 0], start, 1e-6)
     module.to_strategy_combine[0].bias.data.zero_()
     module.reset_gate()
-    close(module.gates(torch.randn(1, 1, DIM))[0, 0, 0], start, 1e-6)
+    close(module.to_strategy_combine(torch.randn(1, 1, DIM))[0, 0, 0], start, 1e-6)
 
 
 WEIGHTS = [

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from native_sparse_attention import KVCache, PagedKVCache, Transformer
+from native_sparse_attention.ops import branches
 from native_sparse_attention.transformer import Attention
 from tests.helpers.budget import DEVICE
 from tests.helpers.decoder import CACHES, Decoder
@@ -193,7 +194,7 @@ def test_a_call_that_failed(make, monkeypatch):
     decoder = Decoder(module, normal(2, 20, DIM), make())
     decoder.step(9, 4)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "attend", lambda *args, **kwargs: 1 // 0)
+        patch.setattr(branches, "attend", lambda *args, **kwargs: 1 // 0)
         with pytest.raises(ZeroDivisionError), torch.no_grad():
             module(torch.full_like(decoder.x, NAN)[:, :8], cache=decoder.cache)
     decoder.step(3)

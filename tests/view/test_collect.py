@@ -149,7 +149,7 @@ def test_reading(name, causal):
     if reading.gates is None:
         assert len(module.branches) == 1
     else:
-        assert torch.equal(reading.gates, module.gates(module.norm(x)))
+        assert torch.equal(reading.gates, module.to_strategy_combine(module.norm(x)))
         assert reading.gates.shape[-1] == len(module.branches)
     if "selected" in module.branches:
         n, i, l = module.num_selected_blocks, module.num_initial_blocks, module.num_local_blocks

@@ -291,11 +291,12 @@ def test_steps_that_are_none(steps):
         module(x[:, :17], cache=cache)
         module(x[:, :1], cache=cache, disable_triton_kernel=True)
         module(x[:, :1], cache=KVCache(64, 1, rollback=0))
+        module.backend = "triton"
+        with pytest.raises(ZeroDivisionError):
+            module(x[:, :1], cache=cache, fine_selection_flex_mask=lambda *args, **kwargs: 1 // 0)
         assert not steps
-        q = torch.randn(1, 4, 1, 16, device=DEVICE)
-        call = cache, q, [q[:, :2]] * 2, "triton"
-        assert module.supports_decode(*call)
-        assert not module.supports_decode(*call, (object(), None))
+        module(x[:, :1], cache=cache)
+        assert len(steps) == 1
 
 
 def test_bad_input():
