@@ -277,10 +277,9 @@ def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
                 continue
             expected, owner = sizes.setdefault(axis, (size, name))
             if size != expected:
-                first = tensors[owner][0]
-                hint = ""
-                if index in (1, 2) and first is not None and first.ndim == 4:
-                    hint = f". {HINT}" if first.shape[3 - index] == size else ""
+                first: Any = tensors[owner][0]
+                is_swapped = index in (1, 2) and first.ndim == 4 and first.shape[3 - index] == size
+                hint = f". {HINT}" if is_swapped else ""
                 raise ValueError(
                     f"{name} has {axis}={size} but {owner} has {axis}={expected}{hint}"
                 )
@@ -374,23 +373,20 @@ def check_groups(heads: int, kv_heads: int, tokens: tuple[int, int] | None = Non
 def check_forced_blocks(s: int, num_initial_blocks: Any, num_local_blocks: Any) -> tuple[int, int]:
     """Check numbers of forced blocks of s tokens; token positions must fit into 32 bits."""
     limit = TOO_LARGE // s + 1
-    return (
-        check_int("num_initial_blocks", num_initial_blocks, 0, limit),
-        check_int("num_local_blocks", num_local_blocks, 0, limit),
-    )
+    initial = check_int("num_initial_blocks", num_initial_blocks, 0, limit)
+    return initial, check_int("num_local_blocks", num_local_blocks, 0, limit)
 
 
 def check_selection(**settings: Any) -> dict[str, Any]:
-    """Check the settings of the selection, each alone and together. Returns plain values by
-    name."""
+    """Check the settings of the selection, alone and together. Returns plain values by name."""
     sizes = (
         "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
         "selection_stride",
     )  # fmt: skip
     flags = ("interpolated_importance_score", "query_heads_share_selected_kv")
-    values: dict[str, Any] = {name: check_int(name, settings[name], 1) for name in sizes}
-    values |= {name: check_bool(name, settings[name]) for name in flags}
-    l, d, s, stride = (values[name] for name in sizes)
+    settings |= {name: check_int(name, settings[name], 1) for name in sizes}
+    settings |= {name: check_bool(name, settings[name]) for name in flags}
+    l, d, s, stride = (settings[name] for name in sizes)
     if l < d:
         raise ValueError(
             "compress_block_size must be at least compress_block_sliding_stride, so that every "
@@ -407,16 +403,17 @@ def check_selection(**settings: Any) -> dict[str, Any]:
             f"a ranking share their own block, got {stride}"
         )
     n = check_int("num_selected_blocks", settings["num_selected_blocks"], 0, TOO_MANY_BLOCKS)
-    forced = check_forced_blocks(s, settings["num_initial_blocks"], settings["num_local_blocks"])
-    values |= dict(num_selected_blocks=n, num_initial_blocks=forced[0], num_local_blocks=forced[1])
+    forced = settings["num_initial_blocks"], settings["num_local_blocks"]
+    initial, local = check_forced_blocks(s, *forced)
     importance = settings["importance"]
     check_choice("importance", importance, IMPORTANCE_RULES)
-    if values["interpolated_importance_score"] and importance != "logits":
+    if settings["interpolated_importance_score"] and importance != "logits":
         raise ValueError(
             "interpolated_importance_score=True goes with importance='logits' only, "
             f"got importance={importance!r}"
         )
-    return settings | values
+    forced_blocks = dict(num_initial_blocks=initial, num_local_blocks=local)
+    return settings | forced_blocks | dict(num_selected_blocks=n)
 
 
 def check_branches(branches: Any) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -16,13 +17,12 @@ from .checks import (
     BRANCH_KV,
     BRANCHES,
     IMPORTANCE_RULES,
-    check_bools,
+    check_bool,
     check_branches,
     check_choice,
     check_factor,
     check_groups,
     check_int,
-    check_ints,
     check_positive,
     check_scale,
     check_selection,
@@ -34,7 +34,6 @@ SELECTION = (
     "num_selected_blocks", "importance", "interpolated_importance_score", "num_initial_blocks",
     "num_local_blocks", "selection_stride", "query_heads_share_selected_kv",
 )  # fmt: skip
-
 
 # settings that the contents of a cache depend on; RANKED_GEOMETRY if it holds shared rankings
 GEOMETRY = (
@@ -76,7 +75,7 @@ class AttentionConfig:
     block_sizes: BlockSizes | None = None
 
     def __post_init__(self) -> None:
-        self.keep(**self.checked())
+        self.check()
         self.keep(_key=key_of(self))
 
     @property
@@ -91,36 +90,30 @@ class AttentionConfig:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def keep_checked(self, check: Callable[..., Any], *names: str, **limits: int) -> None:
+        self.keep(**{name: check(name, getattr(self, name), **limits) for name in names})
+
     def values_of(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
 
-    def check_flags(self, *names: str) -> dict[str, bool]:
-        return dict(zip(names, check_bools(**self.values_of(*names)), strict=True))
-
-    def checked(self) -> dict[str, Any]:
-        """The settings by name as plain values: any integral type becomes `int`."""
-        selection = check_selection(**self.values_of(*SELECTION))
+    def check(self) -> None:
+        """Check the settings, and keep plain values: any integral type becomes `int`."""
+        self.keep(**check_selection(**self.values_of(*SELECTION)))
+        self.keep_checked(check_int, "sliding_window_size", "dense_length", minimum=0)
+        self.keep_checked(check_bool, "causal", "use_diff_topk", "recompute")
+        self.keep_checked(check_positive, "soft_cap")
+        self.keep(branches=check_branches(self.branches), scale=check_scale(self.scale))
         check_block_sizes(self.block_sizes)
-        branches = check_branches(self.branches)
-        dense_length = check_int("dense_length", self.dense_length, 0)
-        if dense_length and branches != ("selected",):
+        if self.dense_length and self.branches != ("selected",):
             raise ValueError(
                 "dense_length goes with branches=('selected',) only: with others no length makes "
-                f"the layer dense attention, got branches={branches}"
+                f"the layer dense attention, got branches={self.branches}"
             )
-        if dense_length % selection["selection_stride"]:
+        if self.dense_length % self.selection_stride:
             raise ValueError(
-                "dense_length must be a multiple of selection_stride="
-                f"{selection['selection_stride']}, got {dense_length}"
+                f"dense_length must be a multiple of selection_stride={self.selection_stride}, "
+                f"got {self.dense_length}"
             )
-        return selection | dict(
-            branches=branches,
-            dense_length=dense_length,
-            sliding_window_size=check_int("sliding_window_size", self.sliding_window_size, 0),
-            scale=check_scale(self.scale),
-            soft_cap=check_positive("soft_cap", self.soft_cap),
-            **self.check_flags("causal", "use_diff_topk", "recompute"),
-        )
 
     @property
     def d(self) -> int:
@@ -268,12 +261,14 @@ class NSAConfig(AttentionConfig):
     # an attribute is added later.
     # what functions take, which rank by the queries and keys that they are given
     for_functions: ClassVar[AttentionConfig]
-    # the same of steps past `dense_length`
+    # the same of steps past `dense_length`; dense at any length; and with nothing ranked
     for_steps: ClassVar[AttentionConfig]
-    # the same, dense at any length
     dense: ClassVar[AttentionConfig]
-    # and nothing ranked
     dense_alone: ClassVar[AttentionConfig]
+    # what the contents of a cache depend on, by name
+    geometry: ClassVar[dict[str, Any]]
+    # packed documents passed as `documents` begin at multiples of this number
+    alignment: ClassVar[int]
 
     @classmethod
     def preset(cls, name: str, length: int | None = None, **settings: Any) -> NSAConfig:
@@ -309,64 +304,50 @@ class NSAConfig(AttentionConfig):
             dense_alone=dense.but(num_selected_blocks=0),
         )
 
-    def checked(self) -> dict[str, Any]:
+    def check(self) -> None:
         if self.compress_block_sliding_stride is None:
             self.keep(compress_block_sliding_stride=self.compress_block_size)
-        sizes = check_ints(1, **self.values_of("dim", "dim_head", "heads", "index_heads"))
-        dim, dim_head, heads, index_heads = sizes
-        kv_heads = heads if self.kv_heads is None else check_int("kv_heads", self.kv_heads, 1)
-        check_groups(heads, kv_heads)
-        if index_heads not in (1, kv_heads):
-            raise ValueError(f"index_heads must be 1 or kv_heads={kv_heads}, got {index_heads}")
+        if self.kv_heads is None:
+            self.keep(kv_heads=self.heads)
+        if self.index_dim is None:
+            self.keep(index_dim=self.dim_head)
         check_choice("importance", self.importance, (*IMPORTANCE_RULES, "index"))
         check_choice("index_pool", self.index_pool, INDEX_RULES)
         check_choice("branch_kv", self.branch_kv, BRANCH_KV)
         check_choice("backend", self.backend, BACKENDS)
-        importance, is_indexed = self.importance, self.is_indexed
-        if is_indexed:
+        importance = self.importance
+        if self.is_indexed:
             self.keep(importance=INDEX_RULES[self.index_pool])
-        settings = super().checked() | dict(
-            dim=dim,
-            dim_head=dim_head,
-            heads=heads,
-            kv_heads=kv_heads,
-            num_compressed_mem_kv=check_int("num_compressed_mem_kv", self.num_compressed_mem_kv, 0),
-            importance=importance,
-            index_dim=check_int(
-                "index_dim", dim_head if self.index_dim is None else self.index_dim, 1
-            ),
-            index_heads=index_heads,
-            qk_norm_eps=check_factor("qk_norm_eps", self.qk_norm_eps),
-            compress_mlp_expand_factor=check_factor(
-                "compress_mlp_expand_factor", self.compress_mlp_expand_factor
-            ),
-            **self.check_flags(
-                "norm", "attention_sinks", "rank_rotated", "qkv_bias", "out_bias", "qk_norm"
-            ),
-        )
-        branches, shared = settings["branches"], settings["query_heads_share_selected_kv"]
-        if is_indexed and "compressed" in branches:
+        super().check()
+        self.keep(importance=importance)
+        sizes = "dim", "dim_head", "heads", "kv_heads", "index_heads", "index_dim"
+        self.keep_checked(check_int, *sizes, minimum=1)
+        self.keep_checked(check_int, "num_compressed_mem_kv", minimum=0)
+        self.keep_checked(check_factor, "qk_norm_eps", "compress_mlp_expand_factor")
+        flags = "norm", "attention_sinks", "rank_rotated", "qkv_bias", "out_bias", "qk_norm"
+        self.keep_checked(check_bool, *flags)
+        check_groups(self.heads, self.kv_heads)
+        if self.index_heads not in (1, self.kv_heads):
+            raise ValueError(
+                f"index_heads must be 1 or kv_heads={self.kv_heads}, got {self.index_heads}"
+            )
+        has_compressed = "compressed" in self.branches
+        if self.is_indexed and has_compressed:
             raise ValueError(
                 "importance='index' needs branches without 'compressed', whose keys rank blocks "
-                f"themselves, got branches={branches}"
+                f"themselves, got branches={self.branches}"
             )
-        if is_indexed and (settings["use_diff_topk"] or not shared):
+        if self.is_indexed and (self.use_diff_topk or not self.query_heads_share_selected_kv):
             raise ValueError(
                 "importance='index' has one ranking for each KV head, which learns from the loss "
                 "of ranking_queries: use_diff_topk must be False and "
                 "query_heads_share_selected_kv True"
             )
-        if settings["rank_rotated"] and "compressed" in branches:
+        if self.rank_rotated and has_compressed:
             raise ValueError(
                 "rank_rotated=True needs branches without 'compressed', whose keys are not "
-                f"rotated, got branches={branches}"
+                f"rotated, got branches={self.branches}"
             )
-        return settings
-
-    # what the contents of a cache depend on, by name
-    geometry: ClassVar[dict[str, Any]]
-    # packed documents passed as `documents` begin at multiples of this number
-    alignment: ClassVar[int]
 
     @property
     def is_indexed(self) -> bool:

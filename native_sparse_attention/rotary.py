@@ -129,12 +129,7 @@ def make_rotary(
     inv_freq: Tensor | None,
 ) -> RotaryEmbedding | Rotary | None:
     """The embedding of a layer, or None for one without positions (`rotary_emb=False`). The layer
-    shares a RotaryEmbedding of learned frequencies; of others it has a `Rotary` of its own.
-
-    Raises:
-        ValueError: more than one of the three, or an embedding that does not match this head
-            dimension at any length.
-    """
+    shares a RotaryEmbedding of learned frequencies; of others it has a `Rotary` of its own."""
     choices = dict(rotary_emb=rotary_emb, rope_theta=rope_theta, inv_freq=inv_freq)
     names = [name for name, value in choices.items() if value is not None]
     if len(names) > 1:
@@ -176,12 +171,8 @@ def rotate(
     backend: str = "eager",
 ) -> list[Tensor]:
     """Rotate queries and then keys [b h n d] to positions `start + 0 .. n - 1` (start: an int, or
-    [b]), or to `positions` [b n]. A kernel rotates a pair in one launch, unless frequencies are
-    learned. Without an embedding the tensors are returned unchanged.
-
-    The angles are computed here: the embedding's own forward uses the dtype of its frequencies, and
-    bf16 cannot tell position 257 from 256.
-    """
+    [b]), or to `positions` [b n], unless there is no embedding. A kernel rotates a pair in one
+    launch, unless frequencies are learned."""
     if rotary is None:
         return tensors
     freqs = exact_frequencies(rotary)

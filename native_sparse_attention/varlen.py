@@ -106,13 +106,10 @@ def real_first(real: Tensor) -> Tensor:
 def align_documents(
     begins: Tensor, real: Tensor | None, step: int, length: int | None, device: torch.device
 ) -> Layout:
-    """The layout on `device` in which every document begins at a multiple of `step`.
-
-    Args:
-        begins: [b t], whether a token begins a document, in the order of `real_first`.
-        real: [b t], True for tokens to keep; None keeps all.
-        length: length of the aligned rows; None for the least length (waits for the GPU).
-    """
+    """The layout on `device` in which every document begins at a multiple of `step`. `begins`
+    [b t] tells, in the order of `real_first`, whether a token begins a document; `real` [b t],
+    which tokens to keep, None for all. Without a `length` of the aligned rows the host waits for
+    the GPU to know the least."""
     b, T = begins.shape
     t = torch.arange(T, device=begins.device)
     if real is None:
@@ -158,14 +155,6 @@ def is_traced(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def check_rows(
-    name: str, value: Any, dtypes: tuple[Any, ...], device: torch.device, shape: Any = None
-) -> None:
-    """Check a tensor that names documents or padding, on the device of the call or on the CPU."""
-    is_on_host = isinstance(value, Tensor) and value.device.type == "cpu"
-    check_tensor(name, value, dtypes, value.device if is_on_host else device, shape)
-
-
 def layout(
     shape: tuple[int, int],
     device: torch.device,
@@ -190,56 +179,50 @@ def layout(
     Raises:
         ValueError: dtypes, shapes or values do not match, or both cu_seqlens and segment_ids.
     """
-    T, length = shape[1], None
+    (b, T), length = shape, None
+    if cu_seqlens is not None and (segment_ids is not None or mask is not None):
+        name = "mask" if segment_ids is None else "segment_ids"
+        raise ValueError(f"cu_seqlens and {name} are two ways to name documents: give one")
+    for name, value, dtypes, rows in (
+        ("cu_seqlens", cu_seqlens, INDEX_DTYPES, None),
+        ("mask", mask, (torch.bool,), shape),
+        ("segment_ids", segment_ids, INDEX_DTYPES, shape),
+    ):  # on the device of the call or on the CPU
+        is_on_host = isinstance(value, Tensor) and value.device.type == "cpu"
+        check_tensor(name, value, dtypes, torch.device("cpu") if is_on_host else device, rows)
     if cu_seqlens is not None:
-        if segment_ids is not None or mask is not None:
-            name = "mask" if segment_ids is None else "segment_ids"
-            raise ValueError(f"cu_seqlens and {name} are two ways to name documents: give one")
-        begins, length = read_bounds(cu_seqlens, shape, device, step)
-        return align_documents(begins, None, step, length, device)
-    check_rows("mask", mask, (torch.bool,), device, shape)
-    check_rows("segment_ids", segment_ids, INDEX_DTYPES, device, shape)
-    if segment_ids is None and mask is None:
-        raise ValueError("one of cu_seqlens, segment_ids and mask must be given, got None")
-    if segment_ids is None or segment_ids.is_meta:  # one document, or assumed so
-        length = blocks.ceil_div(T, step) * step
-    if segment_ids is None:
-        return align_documents(torch.zeros_like(mask), mask, step, length, device)  # type: ignore[arg-type]
-    ids = segment_ids
-    if mask is not None:
-        ids = ids.to(mask.device).gather(1, real_first(mask))
-    begins = F.pad(ids[:, 1:] != ids[:, :-1], (min(T, 1), 0))
-    return align_documents(begins, mask, step, length, device)
-
-
-def read_bounds(
-    cu_seqlens: Tensor, shape: tuple[int, int], device: torch.device, step: int
-) -> tuple[Tensor, int | None]:
-    """Whether a token begins a document, [1 t], by checked cu_seqlens; and where the host cannot
-    read them, the largest length of an aligned row."""
-    batch, total = shape
-    check_rows("cu_seqlens", cu_seqlens, INDEX_DTYPES, device)
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0:
-        got = list(cu_seqlens.shape)
-        raise ValueError(f"cu_seqlens must be a tensor [documents + 1], got shape {got}")
-    if batch != 1:
-        raise ValueError(
-            f"cu_seqlens needs one row of packed documents, got a batch of {batch}: give "
-            "segment_ids for several rows"
-        )
-    length = None
-    if is_traced(cu_seqlens) or cu_seqlens.is_meta:
-        length = blocks.ceil_div(total + (len(cu_seqlens) - 1) * (step - 1), step) * step
-    else:
-        cu_seqlens = cu_seqlens.cpu()
-        bounds = cu_seqlens.tolist()
-        if bounds[0] != 0 or bounds[-1] != total or sorted(bounds) != bounds:
+        if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0:
+            got = list(cu_seqlens.shape)
+            raise ValueError(f"cu_seqlens must be a tensor [documents + 1], got shape {got}")
+        if b != 1:
             raise ValueError(
-                f"cu_seqlens must rise from 0 to the number of tokens, {total}, and never fall, "
-                f"got {describe(bounds)}"
+                f"cu_seqlens needs one row of packed documents, got a batch of {b}: give "
+                "segment_ids for several rows"
             )
-    begins = torch.zeros(1, total + 1, dtype=torch.bool, device=cu_seqlens.device)
-    return begins.index_fill(1, cu_seqlens.long(), True)[:, :total], length
+        if is_traced(cu_seqlens) or cu_seqlens.is_meta:  # the most that the row may take
+            length = blocks.ceil_div(T + (len(cu_seqlens) - 1) * (step - 1), step) * step
+        else:
+            cu_seqlens = cu_seqlens.cpu()
+            bounds = cu_seqlens.tolist()
+            if bounds[0] != 0 or bounds[-1] != T or sorted(bounds) != bounds:
+                raise ValueError(
+                    f"cu_seqlens must rise from 0 to the number of tokens, {T}, and never fall, "
+                    f"got {describe(bounds)}"
+                )
+        begins = torch.zeros(1, T + 1, dtype=torch.bool, device=cu_seqlens.device)
+        begins = begins.index_fill(1, cu_seqlens.long(), True)[:, :T]
+    elif segment_ids is not None:
+        ids = segment_ids
+        if mask is not None:
+            ids = ids.to(mask.device).gather(1, real_first(mask))
+        begins = F.pad(ids[:, 1:] != ids[:, :-1], (min(T, 1), 0))
+    elif mask is not None:
+        begins = torch.zeros_like(mask)
+    else:
+        raise ValueError("one of cu_seqlens, segment_ids and mask must be given, got None")
+    if cu_seqlens is None and (segment_ids is None or segment_ids.is_meta):
+        length = blocks.ceil_div(T, step) * step  # one document, or assumed so
+    return align_documents(begins, mask, step, length, device)
 
 
 def layer_layout(
@@ -252,12 +235,8 @@ def layer_layout(
     mask: Tensor | None,
     documents: Documents | None,
 ) -> tuple[Layout | None, Any]:
-    """The layout of a layer's input [b n dim], or None if it needs none; and the `lengths` for a
-    cache, given or counted from the mask.
-
-    Raises:
-        ValueError: arguments that name documents do not match, or exclude one another.
-    """
+    """The layout of a layer's input [b n dim], None if it needs none, and the `lengths` for a
+    cache, given or counted from the mask."""
     tensors = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
     names = [name for name, t in {**tensors, "documents": documents}.items() if t is not None]
     if documents is not None and not isinstance(documents, Documents):
