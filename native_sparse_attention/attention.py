@@ -30,8 +30,7 @@ from .compress import (
     slides,
 )
 from .config import SETTINGS, AttentionConfig, NSAConfig, changed
-from .gate import default_gate
-from .initialization import Started, reset
+from .initialization import Started, gate_linear, reset
 from .ops import branches, decode, dispatch, nsa
 from .ops.call import Call, DecodeInputs
 from .ops.triton import backend as triton_backend
@@ -195,7 +194,10 @@ class SparseAttention(Started):
         self.to_strategy_combine = None
         if len(config.branches) > 1:
             if strategy_combine_mlp is None:
-                strategy_combine_mlp = default_gate(dim, heads, config.branches)
+                # it favours the window for any input: a network learns local patterns first
+                start = -2.0 if "window" in config.branches else 0.0
+                biases = [2.0 if name == "window" else start for name in config.branches]
+                strategy_combine_mlp = gate_linear(dim, heads, biases)
             self.to_strategy_combine = nn.Sequential(
                 strategy_combine_mlp,
                 nn.Sigmoid(),
@@ -399,10 +401,6 @@ class SparseAttention(Started):
         # queries that rank blocks; `raw`, the keys and values to compress
         raw: dict[str, Tensor] = {}
         l, d, is_indexed = config.compress_block_size, config.d, self.to_index is not None
-        # means of single tokens are the keys themselves
-        ranks_by_keys = config.rank_rotated and l == d == 1 and not is_indexed
-        ranks_by_keys = ranks_by_keys and config.compresses and slides(self.k_compress)
-        ranks_by_keys = ranks_by_keys and isinstance(self.k_compress, MeanPool)
         ranks = not self._dense or cache is not None or ranking_queries is not None
         ranks = config.compresses and (ranks or config.use_diff_topk)
         if ranks and is_indexed:  # the gradient of the index stops here
@@ -416,7 +414,7 @@ class SparseAttention(Started):
             else:
                 raw = {"k": index_k}
         elif ranks and config.rank_rotated:
-            raw = {} if ranks_by_keys else {"k": k}
+            raw = {} if self.ranks_by_tokens() else {"k": k}
         elif ranks:
             tensors["cq"] = q
             raw = {"k": raw_k} if self.v_compress is None else {"k": raw_k, "v": raw_v}
@@ -453,7 +451,7 @@ class SparseAttention(Started):
         inputs |= {"branch_gates": gates, "sinks": self.sinks}
         if self.compress_mem_kv is not None and config.num_compressed_mem_kv > 0:
             inputs["mem_k"], inputs["mem_v"] = self.compress_mem_kv.to(rotated_q.dtype)
-        if ranks_by_keys:
+        if self.ranks_by_tokens():
             inputs["ck"] = inputs["k"]
         elif is_indexed and "ck" in inputs:  # index keys of one head rank for all
             inputs["ck"] = inputs["ck"].expand(-1, -1, config.kv_heads, -1)
@@ -499,6 +497,13 @@ class SparseAttention(Started):
                 ranking_weights, rows,
             )  # fmt: skip
         return (out, cache) if return_cache else out
+
+    def ranks_by_tokens(self) -> bool:
+        """Whether the keys that rank blocks, means of single tokens, are the rotated keys."""
+        config, network = self.config, self.k_compress
+        is_single = config.compress_block_size == config.d == 1 and self.to_index is None
+        is_single = is_single and config.rank_rotated and config.compresses
+        return is_single and isinstance(network, MeanPool) and slides(network)
 
     def supports_decode(self, cache: KVCache, call: Call) -> bool:
         """Whether the decode kernels support a call without gradients and flex masks: few tokens,

@@ -393,7 +393,7 @@ def compress_sequences(
     l, d, causal = config.compress_block_size, config.d, config.causal
     n = blocks.num_windows(raw["k"].shape[2], d, causal=causal)
     nets = [networks[name][0] for name in raw]
-    if is_exporting() or documents is not None or l % d or not all(map(slides, nets)):
+    if is_exporting() or documents is not None or l % d or not all(slides(net) for net in nets):
         count = free_size(n) if is_exporting() else None
         windows = {name: windows_of(t, l, d, causal, documents, count) for name, t in raw.items()}
         return compress_windows(windows, networks)

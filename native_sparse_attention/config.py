@@ -151,14 +151,13 @@ DEFAULTS = {field.name: field.default for field in fields(AttentionConfig)}
 
 
 def key_of(config: AttentionConfig) -> str:
-    """The settings of the branches as a string, which `config_of_key` reads. Of constants only, so
-    that torch.compile can trace it."""
+    """The settings of the branches as a string, which `config_of_key` reads: those of `DEFAULTS`,
+    and then block sizes. Of constants only, so that torch.compile can trace it."""
     values = config.values_of(*DEFAULTS)
-    sizes = values["block_sizes"]
     values["branches"] = " ".join(values["branches"])
-    if sizes is not None:
-        values["block_sizes"] = "".join([f"{constant(getattr(sizes, n))!r}," for n in NAMES])
-    return "".join([f"{constant(value)!r}," for value in values.values()])
+    sizes = values.pop("block_sizes")
+    blocks = [] if sizes is None else [getattr(sizes, name) for name in NAMES]
+    return "".join([f"{constant(value)!r}," for value in [*values.values(), *blocks]])
 
 
 def constant(value: Any) -> Any:
@@ -169,11 +168,11 @@ def constant(value: Any) -> Any:
 @functools.lru_cache(maxsize=4096)
 def config_of_key(key: str) -> AttentionConfig:
     """The settings of a `key`."""
-    values = dict(zip(DEFAULTS, ast.literal_eval(f"({key})"), strict=True))
+    constants = ast.literal_eval(f"({key})")
+    values = dict(zip(DEFAULTS, constants, strict=False))
+    sizes = constants[len(DEFAULTS) - 1 :]  # `block_sizes` is the last setting
+    values["block_sizes"] = BlockSizes(*sizes) if sizes else None
     values["branches"] = tuple(values["branches"].split())
-    if values["block_sizes"] is not None:
-        sizes: Any = ast.literal_eval(f"({values['block_sizes']})")
-        values["block_sizes"] = BlockSizes(*sizes)
     return AttentionConfig.unchecked(**values)
 
 

@@ -7,8 +7,9 @@ sets them, and a module that contains other modules resets them too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,3 +84,13 @@ class StartedLinear(nn.Linear):
         super().reset_parameters()  # draws the same random numbers as nn.Linear
         for parameter, values in zip((self.weight, self.bias), self.start(self.weight)):  # noqa: B905
             assign(parameter, values)
+
+
+def gate_linear(dim: int, heads: int, biases: Sequence[float]) -> StartedLinear:
+    """[.. dim] -> [.. branches heads], initially with weight 0 and these biases for every head."""
+    return StartedLinear(dim, len(biases) * heads, partial(start_gate, tuple(biases)))
+
+
+def start_gate(biases: tuple[float, ...], weight: Tensor) -> tuple[Tensor, Tensor]:
+    bias = torch.tensor(biases, device=weight.device).repeat(len(weight) // len(biases))
+    return torch.zeros(weight.shape, device=weight.device), bias

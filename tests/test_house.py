@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("attention",),
     ("generate",),
     ("cache", "ranking"),
-    ("compress", "gate", "rotary"),
+    ("compress", "rotary"),
     ("ops", "dense"),
     ("masks", "ops.triton"),
     ("kernels.decode", "ops.chunked"),

@@ -18,8 +18,7 @@ from ..attention import SparseAttention
 from ..checks import check_factor, describe
 from ..compress import MeanPool
 from ..config import NSAConfig
-from ..gate import gate_linear
-from ..initialization import assign
+from ..initialization import assign, gate_linear
 from ..presets import preset
 from . import configuration
 from .attention import check_model
