@@ -26,6 +26,8 @@ from ..compat import refuse_transforms
 # arguments whose second axis counts tokens or windows
 TOKENS = ("q", "k", "v", "cq", "window_k", "window_v", "branch_gates", "block_indices", "gates")
 WINDOWS = ("ck", "cv")
+# arguments that `takes_documents` adds
+ADDED = ("cu_seqlens", "segment_ids", "mask")
 
 DOCUMENTATION = """
     Packed documents and padding. Queries and keys must be the same tokens:
@@ -38,24 +40,22 @@ DOCUMENTATION = """
         mask: [B, T], True for tokens and False for padding, on either side. No token sees padding;
             results of padding are 0.
         documents: `varlen.Documents` of rows that are aligned already.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or settings do not match.
+        NotImplementedError: no given backend supports the call.
 """
 
 
 def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the arguments above to an operation that takes `documents`."""
+    """Add the arguments and the documentation above to an operation that takes `documents`."""
     signature = inspect.signature(op)
-    names = list(signature.parameters)
-    accepted = {*names}
-    tensors = [
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.default is parameter.empty and parameter.annotation in (Tensor, "Tensor")
-    ]
+    parameters = signature.parameters
+    names, accepted = list(parameters), {*parameters, *ADDED}
+    required = [name for name, p in parameters.items() if p.default is p.empty]
+    tensors = [name for name in required if parameters[name].annotation == "Tensor"]
     keyword = inspect.Parameter.KEYWORD_ONLY
-    keywords = [
-        inspect.Parameter(name, keyword, default=None, annotation=Tensor | None)
-        for name in ("cu_seqlens", "segment_ids", "mask")
-    ]
+    added = [inspect.Parameter(n, keyword, default=None, annotation="Tensor | None") for n in ADDED]
 
     @functools.wraps(op)
     def run(
@@ -67,17 +67,16 @@ def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         refuse_transforms(op.__name__)
         if not accepted.issuperset(kwargs):
-            check_keywords(kwargs, accepted | {"cu_seqlens", "segment_ids", "mask"})
-        call = dict(zip(names[: len(args)], args, strict=True)) | kwargs
+            check_keywords(kwargs, accepted)
+        call = dict(zip(names, args, strict=False)) | kwargs
         check_given(**{name: call[name] for name in tensors if name in call})
         if cu_seqlens is None and segment_ids is None and mask is None:
             return op(*args, **kwargs)
-        call = signature.bind(*args, **kwargs).arguments
-        bounds: dict[str, Any] = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
-        return run_packed(op, call, bounds)
+        bounds = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
+        return run_packed(op, signature.bind(*args, **kwargs).arguments, bounds)
 
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), *keywords]
+        parameters=[*parameters.values(), *added]
     )
     run.__doc__ = inspect.cleandoc(op.__doc__ or "") + "\n" + DOCUMENTATION
     return run
@@ -96,36 +95,37 @@ def run_packed(
     causal = check_bool("causal", call.get("causal", True))
     steps = ("compress_block_sliding_stride", "selection_block_size")
     d, s = check_ints(1, **{name: call.get(name, 1) for name in steps})
-    q = call["q"]
-    flat = isinstance(q, Tensor) and q.ndim == 3 and bounds["cu_seqlens"] is not None
+    names = [name for name in (*TOKENS, *WINDOWS) if call.get(name) is not None]
+    check_given(**{name: call[name] for name in names})
+    flat = call["q"].ndim == 3 and bounds["cu_seqlens"] is not None
     if flat:
-        rows = {name: call[name] for name in (*TOKENS, *WINDOWS) if call.get(name) is not None}
-        call = call | {name: t[None] for name, t in rows.items()}
-        q = call["q"]
-    if not isinstance(q, Tensor) or q.ndim != 4:
-        got = list(q.shape) if isinstance(q, Tensor) else type(q).__name__
+        call = call | {name: call[name][None] for name in names}
+    q = call["q"]
+    if q.ndim != 4:
+        got = list(q.shape)
         raise ValueError(f"q must have shape [B, T, H, D], or [total, H, D] packed, got {got}")
     shape = (q.shape[0], q.shape[1])
-    for name in TOKENS:
-        t = call.get(name)
-        if isinstance(t, Tensor) and tuple(t.shape[:2]) != shape:
-            raise ValueError(f"{name} must have B, T = {shape} as q has, got {list(t.shape)}")
+    for name in names:
+        if name in TOKENS and tuple(call[name].shape[:2]) != shape:
+            got = list(call[name].shape)
+            raise ValueError(f"{name} must have B, T = {shape} as q has, got {got}")
     mask = bounds["mask"]
     if isinstance(mask, Tensor) and q.shape[1] != q.shape[2] and mask.shape == q.shape[::2]:
         raise ValueError(f"mask must have shape {list(shape)}, got {list(mask.shape)}. {HINT}")
     check_tensor("block_indices", call.get("block_indices"), INDEX_DTYPES, q.device)
     layout = docs.layout(shape, q.device, max(d, s), **bounds)
     documents = layout.documents
+    first_block, end_block = (t[..., None, None] for t in documents.blocks(s))
 
-    aligned = {name: layout.spread(call[name]) for name in TOKENS if call.get(name) is not None}
-    if call.get("block_indices") is not None:
-        aligned["block_indices"] = row_indices(aligned["block_indices"], documents, s)
-    if call.get("ck") is not None:
+    aligned = {name: layout.spread(call[name]) for name in names if name in TOKENS}
+    if "block_indices" in names:  # from a document's to its row's; -1 past the document's end
+        indices = aligned["block_indices"]
+        is_valid = (indices >= 0) & (indices < end_block - first_block)
+        aligned["block_indices"] = torch.where(is_valid, indices + first_block, -1)
+    if "ck" in names:
         windows = layout.windows(d, call["ck"].shape[1], causal=causal)
         check_document_windows(call["ck"].shape[1], windows, d, causal)
-        for name in WINDOWS:
-            if call.get(name) is not None:
-                aligned[name] = windows.spread(call[name])
+        aligned |= {name: windows.spread(call[name]) for name in names if name in WINDOWS}
     if 0 in layout.source.shape and isinstance(call.get("backend"), str):
         call = call | {"backend": "eager"}  # every document is empty
     results = op(**call | aligned, documents=documents)
@@ -136,8 +136,8 @@ def run_packed(
         if t is None:  # block indices of branches that select none
             return None
         if t.dtype == torch.int32:
-            # hidden tokens select nothing
-            t = layout.collect(document_indices(t, documents, s) + 1) - 1
+            t = torch.where(t >= 0, t - first_block, -1)
+            t = layout.collect(t + 1) - 1  # hidden tokens select nothing
         else:
             t = layout.collect(t)
             if t.ndim == 3:  # log-sum-exps
@@ -158,16 +158,3 @@ def check_document_windows(W: int, windows: docs.Layout, d: int, causal: bool) -
         raise ValueError(
             f"ck must hold the {most} {kind}windows, {d} apart, of the documents of a row, got {W}"
         )
-
-
-def row_indices(block_indices: Tensor, documents: docs.Documents, s: int) -> Tensor:
-    """Convert block indices [b p r n] from documents to rows; -1 past the end of a document."""
-    first, end = (t[..., None, None] for t in documents.blocks(s))
-    is_valid = (block_indices >= 0) & (block_indices < end - first)
-    return torch.where(is_valid, block_indices + first, -1).to(block_indices.dtype)
-
-
-def document_indices(block_indices: Tensor, documents: docs.Documents, s: int) -> Tensor:
-    """Convert block indices [b p r n] from rows to documents."""
-    first = documents.blocks(s)[0][..., None, None]
-    return torch.where(block_indices >= 0, block_indices - first, -1).to(block_indices.dtype)
