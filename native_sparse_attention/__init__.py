@@ -22,11 +22,11 @@ from .dense import (
 from .ops.decode import decode_attention
 from .ops.functional import (
     compressed_attention,
+    native_sparse_attention,
     select_blocks,
     selected_attention,
     sliding_window_attention,
 )
-from .ops.nsa import native_sparse_attention
 from .precompile import warmup
 from .transformer import Transformer
 from .view.collector import collect

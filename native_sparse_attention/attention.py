@@ -31,7 +31,7 @@ from .compress import (
 )
 from .config import SETTINGS, AttentionConfig, NSAConfig, changed
 from .initialization import Started, gate_linear, reset
-from .ops import branches, decode, dispatch, nsa
+from .ops import branches, decode, dispatch, functional
 from .ops.call import Call, DecodeInputs
 from .ops.triton import backend as triton_backend
 from .rotary import Rotary, make_rotary, rotate, rotated_heads
@@ -327,7 +327,7 @@ class SparseAttention(Started):
         check_choice("ranking_weights", ranking_weights, ranking.WEIGHTS)
         check_generator(generator)
         masks = sliding_window_flex_mask, fine_selection_flex_mask
-        nsa.check_flex_masks(*masks)
+        functional.check_masks(*masks)
         check_input(inp, config.dim, self.to_qkv)
         cache = check_cache(cache, return_cache, lengths, config.causal, config.alignment)
         if ranking_queries is not None and cache is not None:
@@ -466,16 +466,20 @@ class SparseAttention(Started):
             )  # fmt: skip
             out = decode.run_decode_kernels(config.for_steps, step).flatten(2)
         else:
-            call = Call(**inputs, q_offset=start, documents=documents, leader_indices=leaders)
+            call = Call(
+                **inputs, q_offset=start, documents=documents, leader_indices=leaders,
+                sliding_window_flex_mask=sliding_window_flex_mask,
+                fine_selection_flex_mask=fine_selection_flex_mask,
+            )  # fmt: skip
             settings = config.for_functions
             is_short = cache is not None and 0 < (cache.max_length or 0) <= config.dense_length
             if self._dense or is_short:
                 settings = config.dense_alone if call.ck is None else config.dense
-            if masks != (None, None) or documents is not None:
+            if call.has_masks() or documents is not None:
                 # the layer and its cache made all other tensors
-                call = nsa.checked(call, settings, masks)
+                call = functional.checked(call, settings)
             keep_slots = config.selection_stride > 1
-            out, indices = branches.attend(call, settings, backend, masks, keep_slots)
+            out, indices = branches.attend(call, settings, backend, keep_slots)
             if self.observer is not None:
                 self.observer(call, settings, indices)
             out = self.tie_unread(out.flatten(2), call)

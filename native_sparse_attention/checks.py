@@ -437,23 +437,6 @@ def check_memory(mem_k: Tensor | None, mem_v: Tensor | None) -> None:
         raise ValueError(f"mem_k and mem_v go together: {name} was given, {partner} was not")
 
 
-def check_leaders(
-    leader_indices: Any, dims: dict[str, int], n: int, shared: bool, device: torch.device
-) -> None:
-    shape = (dims["B"], dims["K" if shared else "H"], n)
-    check_tensor("leader_indices", leader_indices, (torch.int32,), device, shape)
-
-
-def check_first_group(
-    q_offset: int | Tensor, selection_stride: int, leader_indices: Tensor | None
-) -> None:
-    if isinstance(q_offset, int) and q_offset % selection_stride and leader_indices is None:
-        raise ValueError(
-            f"leader_indices must be given where q_offset={q_offset} is not a multiple of "
-            f"selection_stride={selection_stride}: the first query's group was ranked before"
-        )
-
-
 def default_seq_len(seq_len: Any, T: int, q_offset: Any) -> int:
     """S if only the queries are given: they end the sequence."""
     if seq_len is not None:

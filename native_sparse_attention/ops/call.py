@@ -13,7 +13,7 @@ from ..varlen import Documents
 
 class Call(NamedTuple):
     """Tensors [B T H D] with the names of `native_sparse_attention`, None where the branches read
-    none, and their positions. A call of one branch alone has its keys and values as k and v."""
+    none, positions and masks. A call of one branch alone has its keys and values as k and v."""
 
     q: Tensor
     k: Any = None
@@ -34,15 +34,17 @@ class Call(NamedTuple):
     documents: Documents | None = None
     q_offset: Any = 0  # int or Tensor [B]; before the checks None for the last T tokens
     seq_len: Any = None  # S, where the call has windows alone
+    sliding_window_flex_mask: Any = None
+    fine_selection_flex_mask: Any = None
+
+    def has_masks(self) -> bool:
+        """Whether flex masks of the user are given."""
+        masks = self.sliding_window_flex_mask, self.fine_selection_flex_mask
+        return any(mask is not None for mask in masks)
 
     def but(self, **values: Any) -> Call:
         """The same call with other values."""
-        return Call(**{name: getattr(self, name) for name in FIELDS} | values)
-
-    def detached(self, *names: str) -> Call:
-        """The same call without gradients for these tensors."""
-        tensors = {name: t for name in names if (t := getattr(self, name)) is not None}
-        return self.but(**{name: t.detach() for name, t in tensors.items()})
+        return Call(*[values.get(name, value) for name, value in zip(FIELDS, self, strict=True)])
 
     def branch(self, name: str, branches: tuple[str, ...]) -> Call:
         """The call of one of the branches alone."""
@@ -56,6 +58,10 @@ class Call(NamedTuple):
         if name == "window":
             k = k if self.window_k is None else self.window_k
             v = v if self.window_v is None else self.window_v
+            common["sliding_window_flex_mask"] = self.sliding_window_flex_mask
+        else:
+            common["fine_selection_flex_mask"] = self.fine_selection_flex_mask
+            common |= dict(block_indices=self.block_indices, gates=self.gates)
         return Call(self.q, k, v, **common)
 
     def ranking(self, branches: tuple[str, ...]) -> Call:

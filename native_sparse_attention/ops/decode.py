@@ -12,21 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import (
-    BRANCHES,
-    INDEX_DTYPES,
-    check_given,
-    check_shapes,
-    check_tensor,
-    describe,
-)
+from ..checks import BRANCHES, check_given, check_tensor
 from ..compat import refuse_transforms
 from ..config import AttentionConfig, config_of_key
-from . import branches, dispatch, nsa
+from . import branches, dispatch
 from .call import Call, DecodeInputs
+from .functional import AXES, check_read, check_tensors
 from .triton.operator import operator
-
-__all__ = ["decode_attention", "workspace"]
 
 # counters per sequence and KV head
 COUNTERS = 8
@@ -125,27 +117,7 @@ def decode_attention(
         q, k, v, lengths, ck, cv, branch_gates, counts, page_table, sinks, cq, mem_k, mem_v,
         window_k, window_v, counters, ranking,
     )  # fmt: skip
-    axes = dict(k="B N K D", v="B N K E", ck="B W K D", cv="B W K E")
-    axes |= dict(window_k=axes["k"], window_v=axes["v"])
-    if page_table is not None:
-        axes = {name: spec.replace("B", "pages") for name, spec in axes.items()}
-    dims = nsa.check_tensors(call, config, axes)
-    check_shapes(
-        q=(q, "B T H D"), lengths=(lengths, "B"), counts=(counts, "B"),
-        page_table=(page_table, "B most"),
-    )  # fmt: skip
-    for name, t in (("lengths", lengths), ("counts", counts), ("page_table", page_table)):
-        check_tensor(name, t, INDEX_DTYPES, q.device)
-    if page_table is not None:
-        check_pages(dims, config.d, config.selection_block_size)
-    check_ranking(ranking, dims, config, q.device)
-    if counters is not None:
-        shape = dims["B"], dims["K"], COUNTERS
-        check_tensor("counters", counters, (torch.int32,), q.device, shape)
-        check_contiguous("counters", counters)
-    if (window_k is None) != (window_v is None):
-        raise ValueError("window_k and window_v go together: give both or none")
-
+    check_step(call, config)
     if backend == "auto" and q.is_cuda:
         backend = ("triton", "eager")  # flex has no form of it
     if dispatch.choose(backend, "decode_attention", call, config) == "eager":
@@ -153,6 +125,37 @@ def decode_attention(
     if counters is None:
         call = call._replace(counters=workspace(q.shape[0], k.shape[2], q.device))
     return run_decode_kernels(config, call)
+
+
+def check_step(call: DecodeInputs, config: AttentionConfig) -> None:
+    axes = {name: spec.replace("S", "N") for name, spec in AXES.items()}
+    if call.page_table is not None:
+        stored = ("k", "v", "window_k", "window_v", "ck", "cv")
+        axes |= {name: axes[name].replace("B", "pages") for name in stored}
+    axes |= dict(lengths="B", counts="B", page_table="B most")
+    check_read(call, config)
+    dims = check_tensors(call, config, axes)
+    if (call.window_k is None) != (call.window_v is None):
+        raise ValueError("window_k and window_v go together: give both or none")
+    N, W, d, s = dims["N"], dims.get("W"), config.d, config.selection_block_size
+    if call.page_table is not None and (N % s or N % d):
+        raise ValueError(f"a page must hold a multiple of s={s} and of d={d} tokens, got {N}")
+    if call.page_table is not None and W is not None and W * d != N:
+        raise ValueError(f"ck must hold N / d = {N // d} windows a page, got {W}")
+    B, K, device = dims["B"], dims["K"], call.q.device
+    check_tensor("counters", call.counters, (torch.int32,), device, (B, K, COUNTERS))
+    ranking: Any = call.ranking
+    if config.selection_stride > 1 and config.ranks:
+        if ranking is None:
+            raise ValueError("ranking must be given where selection_stride is above 1")
+        heads = K if config.query_heads_share_selected_kv else dims["H"]
+        size, least = ranking.shape[2] if getattr(ranking, "ndim", 0) == 4 else 0, dims["T"] + 1
+        shape = (B, heads, max(size, least), config.num_selected_blocks)
+        name = f"ranking, of at least T + 1 = {least} tokens,"
+        check_tensor(name, ranking, (torch.int32,), device, shape)
+    for name, t in (("counters", call.counters), ("ranking", ranking)):
+        if isinstance(t, Tensor) and not t.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
 
 
 def decode_fake(inputs, counters, ranking, key):
@@ -194,17 +197,18 @@ def decode_eagerly(config: AttentionConfig, call: DecodeInputs) -> Tensor:
     ends = starts + (T if call.counts is None else call.counts)
     for name, t in streams.items():
         every = d if name in ("ck", "cv") else 1
-        streams[name] = hide_past_end(t[:, : S // every], ends // every)
+        t = t[:, : S // every]
+        past_end = torch.arange(t.shape[1], device=q.device) >= (ends // every)[:, None]
+        # zeros: a weight of 0 does not mask non-finite values
+        streams[name] = t.masked_fill(past_end[..., None, None], 0)
     leader = None
     keeps_ranking = ranking is not None and config.selection_stride > 1
     if keeps_ranking:
         last = ((starts - 1) % ranking.shape[2])[:, None, None, None]
         leader = ranking.gather(2, last.expand(-1, ranking.shape[1], 1, ranking.shape[3]))[:, :, 0]
-    query_tensors = {name: getattr(call, name) for name in ("cq", "mem_k", "mem_v", "sinks")}
-    whole = Call(
-        q, branch_gates=call.branch_gates, q_offset=starts, leader_indices=leader, **streams,
-        **query_tensors,
-    )  # fmt: skip
+    names = ("q", "cq", "mem_k", "mem_v", "sinks", "branch_gates")
+    streams |= {name: getattr(call, name) for name in names}
+    whole = Call(**streams, q_offset=starts, leader_indices=leader)
     out, block_indices = branches.attend(whole, config, "eager", keep_slots=keeps_ranking)
     new = torch.arange(T, device=q.device)
     if keeps_ranking and block_indices is not None:
@@ -216,44 +220,3 @@ def decode_eagerly(config: AttentionConfig, call: DecodeInputs) -> Tensor:
     if call.counts is None:
         return out
     return out.masked_fill((new >= call.counts[:, None])[..., None, None], 0.0)
-
-
-def hide_past_end(t: Tensor, ends: Tensor) -> Tensor:
-    """Zero sequences [B, N, K, D] past the end [B] of each. A weight of 0 does not mask non-finite
-    values."""
-    past_end = torch.arange(t.shape[1], device=t.device) >= ends[:, None]
-    return t.masked_fill(past_end[..., None, None], 0)
-
-
-def check_pages(dims: dict[str, int], d: int, s: int) -> None:
-    """Check that pages hold whole selection blocks and windows."""
-    N, W = dims["N"], dims.get("W")
-    if N % s or N % d:
-        raise ValueError(f"a page must hold a multiple of s={s} and of d={d} tokens, got {N}")
-    if W is not None and W * d != N:
-        raise ValueError(f"ck must hold N / d = {N // d} windows a page, got {W}")
-
-
-def check_ranking(
-    ranking: Any, dims: dict[str, int], config: AttentionConfig, device: torch.device
-) -> None:
-    if config.selection_stride == 1 or not config.ranks:
-        return
-    if ranking is None:
-        raise ValueError("ranking must be given where selection_stride is above 1")
-    ranks = dims["K" if config.query_heads_share_selected_kv else "H"]
-    B, min_tokens, n = dims["B"], dims["T"] + 1, config.num_selected_blocks
-    size = ranking.shape[2] if isinstance(ranking, Tensor) and ranking.ndim == 4 else 0
-    shape = (B, ranks, max(size, min_tokens), n)
-    if not isinstance(ranking, Tensor) or ranking.shape != shape or ranking.dtype != torch.int32:
-        raise ValueError(
-            f"ranking must be int32 of shape {list(shape)}, of at least T + 1 = {min_tokens} "
-            f"tokens, got {describe(ranking)}"
-        )
-    check_tensor("ranking", ranking, (torch.int32,), device, shape)
-    check_contiguous("ranking", ranking)
-
-
-def check_contiguous(name: str, t: Tensor) -> None:
-    if not t.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")

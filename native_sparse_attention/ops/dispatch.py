@@ -15,22 +15,18 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checks import BACKENDS, check_choice, describe
+from ..checks import check_choice, describe
 from ..config import AttentionConfig
 from . import chunked, flex
 from .call import Call
 from .triton import backend as triton_backend
 
-Backend = str | tuple[str, ...]
+MODULES: dict[str, Any] = dict(triton=triton_backend, flex=flex, eager=chunked)
 
 
-def choose(backend: Backend, op: str, call: Any, config: AttentionConfig) -> str:
-    """The first of the given backends that supports this call: a `Call`, or `DecodeInputs`.
-
-    Raises:
-        ValueError: neither the name of a backend nor a tuple of at least one.
-        NotImplementedError: no given backend supports the call; lists the reasons of each.
-    """
+def choose(backend: Any, op: str, call: Any, config: AttentionConfig) -> str:
+    """The first of the given backends that supports this call, a `Call` or `DecodeInputs`. Without
+    one, a NotImplementedError lists the reasons of each."""
     if not isinstance(backend, (str, tuple)):
         raise ValueError(f"backend must be a name or a tuple of names, got {describe(backend)}")
     if backend == "auto":
@@ -40,11 +36,8 @@ def choose(backend: Backend, op: str, call: Any, config: AttentionConfig) -> str
         raise ValueError("backend must be a name or a tuple of at least one, got ()")
     reasons = {}
     for name in names:
-        check_choice("backend", name, BACKENDS)
-        if name == "eager":
-            return name
-        why_not = triton_backend.why_not if name == "triton" else flex.why_not
-        reasons[name] = why_not(op, call, config)
+        check_choice("backend", name, MODULES)
+        reasons[name] = [] if name == "eager" else MODULES[name].why_not(op, call, config)
         if not reasons[name]:
             return name
     message = "; ".join(
@@ -58,12 +51,11 @@ def attend_branch(
     backend: str, call: Call, config: AttentionConfig, return_lse: bool = False
 ) -> Any:
     """The attention [B T H E] of one branch of a checked call, and on request its log-sum-exp."""
-    module: Any = {"triton": triton_backend, "flex": flex, "eager": chunked}[backend]
-    return module.attend_branch(call, config, return_lse)
+    return MODULES[backend].attend_branch(call, config, return_lse)
 
 
 def select_blocks(backend: str, call: Call, config: AttentionConfig) -> Tensor:
     """Block indices [B T R n]. flex has no ranking: it is that of eager PyTorch."""
-    module: Any = triton_backend if backend == "triton" else chunked
+    module = MODULES["eager" if backend == "flex" else backend]
     indices: Tensor = module.select_blocks(call, config)
     return indices

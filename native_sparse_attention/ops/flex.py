@@ -27,7 +27,8 @@ from ..masks.nsa import (
 )
 from ..masks.scores import soft_cap as soft_cap_mod
 from .call import Call
-from .reference import prepend_memory, softmax_options, upcast
+from .reference import prepend_memory, upcast
+from .triton.operator import needs_gradient
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -40,7 +41,7 @@ MIN_WIDTH = 16
 RECOMPILE_LIMIT = 256
 
 
-def why_not(op: str, call: Any, config: AttentionConfig | None = None) -> list[str]:
+def why_not(op: str, call: Any, config: AttentionConfig) -> list[str]:
     """Reasons why flex_attention cannot run this call; empty if it can."""
     if op in ("select_blocks", "decode_attention"):
         return [f"flex_attention has no form of {op}"]
@@ -57,12 +58,11 @@ def why_not(op: str, call: Any, config: AttentionConfig | None = None) -> list[s
         for name, t in (("q", q), ("v", v)):
             if t is not None and t.shape[-1] < MIN_WIDTH:
                 reasons.append(f"{name} has head width {t.shape[-1]}, needs at least {MIN_WIDTH}")
-    elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v)):
+    elif needs_gradient((q, k, v)):
         reasons.append(f"it has no gradients on {q.device.type}")
     if isinstance(call.q_offset, Tensor):
         reasons.append("q_offset is a tensor, and its masks need one offset for all rows")
-    is_gated = config is not None and config.ranks and config.use_diff_topk
-    if call.gates is not None or is_gated:
+    if call.gates is not None or (config.ranks and config.use_diff_topk):
         reasons.append(
             "it cannot scale logits by gates and differentiate them (use_diff_topk=True)"
         )
@@ -117,13 +117,107 @@ def compiled_attend() -> Callable[..., Any]:
     return torch.compile(attend, fullgraph=True)
 
 
-def attend_masked(
-    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask | None, *, scale: float | None = None,
-    soft_cap: float | None = None, sinks: Tensor | None = None, return_lse: bool = False,
-) -> Any:  # fmt: skip
-    """Attention of [B T H D] with sinks [H]: [B T H D], and on request its lse [B T H]."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    settings = block_mask, scale, soft_cap, return_lse or sinks is not None
+def compressed_keys(call: Call, config: AttentionConfig) -> Any:
+    """Memory [K m D], always visible, and windows k, v [B W K D]. Causally query i sees window j
+    iff `j < i // d`; otherwise it sees every window."""
+    q, k, v, documents = call.q, call.k, call.v, call.documents
+    T, d, num_mem = q.shape[1], config.d, 0 if call.mem_k is None else call.mem_k.shape[1]
+    if num_mem:
+        k, v = (prepend_memory(m.to(x.dtype), x) for m, x in ((call.mem_k, k), (call.mem_v, v)))
+    kv_len, block_mask = k.shape[1], None
+    if kv_len == 0:
+        # flex_attention needs a key: add one that no query sees
+        k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
+        block_mask = sliding_block_mask(T, 1, 0, True, 1, q.device)
+    elif documents is not None:
+        lo, hi = documents.windows(d, causal=config.causal)
+        if config.causal:
+            hi = hi.minimum(blocks.num_visible_windows(torch.arange(T, device=q.device), d))
+        block_mask = range_block_mask(lo, hi, kv_len, num_mem)
+    elif config.causal:
+        block_mask = compress_block_mask(T, kv_len, d, num_mem, call.q_offset, q.device)
+    return k, v, block_mask
+
+
+def selected_keys(call: Call, config: AttentionConfig) -> Any:
+    """The tokens of selected and forced blocks: block_indices [B T K|H n] with -1 for none, initial
+    blocks and, causally, local blocks. Causally no query sees a key after itself."""
+    q, documents, causal, indices = call.q, call.documents, config.causal, call.block_indices
+    if call.fine_selection_flex_mask is not None:
+        return call.k, call.v, fine_block_mask(call, config)
+    T, S, s = q.shape[1], call.k.shape[1], config.selection_block_size
+    membership = block_membership(
+        indices.transpose(1, 2), blocks.num_blocks(S, s), s, causal=causal,
+        num_initial_blocks=config.num_initial_blocks, num_local_blocks=config.num_local_blocks,
+        offset=call.q_offset, bounds=None if documents is None else documents.blocks(s),
+    )  # fmt: skip
+    if causal:
+        ends = torch.arange(call.q_offset, call.q_offset + T, device=q.device)[None] + 1
+    elif documents is None:
+        ends = torch.full((1, T), S, device=q.device)
+    else:
+        ends = documents.last
+    groups = q.shape[2] // indices.shape[2]
+    return call.k, call.v, selected_block_mask(membership, ends, S, s, groups)
+
+
+def fine_block_mask(call: Call, config: AttentionConfig) -> BlockMask:
+    """The user's `mask(indices [b r i n], num_grouped_queries)`, of `create_fine_mask` or of
+    others. It does not know the forced blocks, so it gets them as selected blocks. An empty slot
+    repeats a block that the query reads, since masks of others know no -1."""
+    T, s, causal = call.q.shape[1], config.selection_block_size, config.causal
+    if causal and config.num_local_blocks == 0:
+        raise NotImplementedError(
+            "fine_selection_flex_mask always holds a query's own block, but num_local_blocks=0"
+        )
+    device, num_blocks = call.q.device, blocks.num_blocks(T, s)
+    own_block = torch.arange(T, device=device)[:, None] // s
+    forced = torch.arange(min(config.num_initial_blocks, num_blocks), device=device).expand(T, -1)
+    if causal:
+        forced = forced.masked_fill(forced > own_block, -1)
+        previous = own_block - torch.arange(1, config.num_local_blocks, device=device)
+        forced = torch.cat((forced, previous.clamp(min=-1)), dim=-1)
+    indices = call.block_indices.transpose(1, 2).long()
+    indices = torch.cat((indices, forced.expand(*indices.shape[:2], -1, -1)), dim=-1)
+    if indices.shape[-1]:
+        read = own_block if causal else indices.amax(dim=-1, keepdim=True)
+        indices = torch.where(indices < 0, read, indices)
+    groups = call.q.shape[2] // indices.shape[1]
+    return call.fine_selection_flex_mask(indices, num_grouped_queries=groups)
+
+
+def window_keys(call: Call, config: AttentionConfig) -> Any:
+    """Keys `i - w .. i`, or `i - w .. i + w` if not causal."""
+    q, k, v, documents, start = call.q, call.k, call.v, call.documents, call.q_offset
+    if call.sliding_window_flex_mask is not None:
+        return k, v, call.sliding_window_flex_mask
+    T, S, max_past = q.shape[1], k.shape[1], config.sliding_window_size
+    max_future = 0 if config.causal else max_past
+    if documents is not None:
+        i = torch.arange(T, device=q.device)
+        lo, hi = documents.first.maximum(i - max_past), documents.last.minimum(i + 1 + max_future)
+        return k, v, range_block_mask(lo, hi, S)
+    # drop keys that no query sees, so that every step of a long decode has one shape
+    first, last = max(0, start - max_past), min(S, start + T + max_future)
+    k, v, offset = k[:, first:last], v[:, first:last], start - first
+    return k, v, sliding_block_mask(T, last - first, max_past, config.causal, offset, q.device)
+
+
+# the keys and values that queries see, and the block mask
+KEYS = {"compressed": compressed_keys, "selected": selected_keys, "window": window_keys}
+
+
+def attend_branch(call: Call, config: AttentionConfig, return_lse: bool = False) -> Any:
+    """The attention [B T H E] of one branch, and on request its log-sum-exp."""
+    if call.has_masks() and (reasons := why_not("attention", call, config)):
+        raise NotImplementedError(
+            f"flex_attention cannot run a given mask: {'; '.join(reasons)}. Leave the mask out to "
+            "let the backend choose."
+        )
+    k, v, block_mask = KEYS[config.branches[0]](call, config)
+    q, k, v = (t.transpose(1, 2) for t in (call.q, k, v))
+    sinks = None if call.sinks is None else call.sinks[0]
+    settings = block_mask, config.scale, config.soft_cap, return_lse or sinks is not None
     if torch.compiler.is_compiling():
         result = attend(q, k, v, *settings)
     elif q.is_cuda:
@@ -139,132 +233,3 @@ def attend_masked(
         out = (out * (lse - sinks).sigmoid()[..., None]).to(out.dtype)
         lse = torch.logaddexp(lse, sinks)
     return (out, lse) if return_lse else out
-
-
-def compressed_attention(call: Call, config: AttentionConfig, **options: Any) -> Any:
-    """Attention to memory [K m D], always visible, and to windows k, v [B W K D]. Causally query
-    i sees window j iff `j < i // d`; otherwise it sees every window."""
-    q, k, v, mem_k, mem_v = call.q, call.k, call.v, call.mem_k, call.mem_v
-    documents = call.documents
-    T, d, num_mem = q.shape[1], config.d, 0
-    if mem_k is not None and mem_v is not None:
-        num_mem = mem_k.shape[1]
-        k, v = (prepend_memory(m.to(x.dtype), x) for m, x in ((mem_k, k), (mem_v, v)))
-    kv_len, block_mask = k.shape[1], None
-    if kv_len == 0:
-        # flex_attention needs a key: add one that no query sees
-        k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
-        block_mask = sliding_block_mask(T, 1, 0, True, 1, q.device)
-    elif documents is not None:
-        lo, hi = documents.windows(d, causal=config.causal)
-        if config.causal:
-            hi = hi.minimum(blocks.num_visible_windows(torch.arange(T, device=q.device), d))
-        block_mask = range_block_mask(lo, hi, kv_len, num_mem)
-    elif config.causal:
-        block_mask = compress_block_mask(T, kv_len, d, num_mem, call.q_offset, q.device)
-    return attend_masked(q, k, v, block_mask, **options)
-
-
-def selected_attention(call: Call, config: AttentionConfig, **options: Any) -> Any:
-    """Attention to the tokens of selected and forced blocks: block_indices [B T K|H n] with -1 for
-    none, initial blocks and, causally, local blocks. Causally no query sees a key after itself.
-    """
-    q, k, v, documents, causal = call.q, call.k, call.v, call.documents, config.causal
-    indices: Any = call.block_indices
-    S, s = k.shape[1], config.selection_block_size
-    membership = block_membership(
-        indices.transpose(1, 2), blocks.num_blocks(S, s), s, causal=causal,
-        num_initial_blocks=config.num_initial_blocks, num_local_blocks=config.num_local_blocks,
-        offset=call.q_offset, bounds=None if documents is None else documents.blocks(s),
-    )  # fmt: skip
-    groups = q.shape[2] // indices.shape[2]
-    if causal:
-        start: Any = call.q_offset
-        ends = torch.arange(start, start + q.shape[1], device=q.device)[None] + 1
-    elif documents is None:
-        ends = torch.full((1, q.shape[1]), S, device=q.device)
-    else:
-        ends = documents.last
-    block_mask = selected_block_mask(membership, ends, S, s, groups)
-    return attend_masked(q, k, v, block_mask, **options)
-
-
-def window_attention(call: Call, config: AttentionConfig, **options: Any) -> Any:
-    """Attention to keys `i - w .. i`, or `i - w .. i + w` if not causal."""
-    q, k, v, documents, start = call.q, call.k, call.v, call.documents, call.q_offset
-    T, S, max_past = q.shape[1], k.shape[1], config.sliding_window_size
-    max_future = 0 if config.causal else max_past
-    if documents is not None:
-        i = torch.arange(T, device=q.device)
-        lo, hi = documents.first.maximum(i - max_past), documents.last.minimum(i + 1 + max_future)
-        return attend_masked(q, k, v, range_block_mask(lo, hi, S), **options)
-    # drop keys that no query sees, so that every step of a long decode has one shape
-    first, last = max(0, start - max_past), min(S, start + T + max_future)
-    k, v, offset = k[:, first:last], v[:, first:last], start - first
-    block_mask = sliding_block_mask(T, last - first, max_past, config.causal, offset, q.device)
-    return attend_masked(q, k, v, block_mask, **options)
-
-
-BRANCHES = {
-    "compressed": compressed_attention,
-    "selected": selected_attention,
-    "window": window_attention,
-}
-
-
-def attend_branch(call: Call, config: AttentionConfig, return_lse: bool = False) -> Any:
-    """The attention [B T H E] of one branch, and on request its log-sum-exp."""
-    options = softmax_options(call, config)
-    return BRANCHES[config.branches[0]](call, config, return_lse=return_lse, **options)
-
-
-# masks of the user
-
-
-def attend_given_mask(call: Call, config: AttentionConfig, block_mask: BlockMask) -> Tensor:
-    """Attention of one branch under a block mask of the user.
-
-    Raises:
-        NotImplementedError: flex_attention cannot run the call.
-    """
-    reasons = why_not("attention", call)
-    if reasons:
-        raise NotImplementedError(
-            f"flex_attention cannot run a given mask: {'; '.join(reasons)}. Leave the mask out to "
-            "let the backend choose."
-        )
-    out: Tensor = attend_masked(call.q, call.k, call.v, block_mask, scale=config.scale)
-    return out
-
-
-def attend_fine_mask(
-    call: Call, config: AttentionConfig, fine_mask: Callable[..., BlockMask]
-) -> Tensor:
-    """Attention under `fine_mask(indices [b r i n], num_grouped_queries)`, of `create_fine_mask` or
-    of others. The mask does not know the forced blocks, so it gets them as selected blocks. An
-    empty slot repeats a block that the query reads, since masks of others know no -1."""
-    if call.gates is not None:
-        raise NotImplementedError(
-            "flex_attention has no differentiable top-k: leave out fine_selection_flex_mask, "
-            "or set use_diff_topk=False"
-        )
-    q, block_indices = call.q, call.block_indices
-    T, s, causal = q.shape[1], config.selection_block_size, config.causal
-    if causal and config.num_local_blocks == 0:
-        raise NotImplementedError(
-            "fine_selection_flex_mask always holds a query's own block, but num_local_blocks=0"
-        )
-    own_block = torch.arange(T, device=q.device)[:, None] // s
-    forced = torch.arange(min(config.num_initial_blocks, blocks.num_blocks(T, s)), device=q.device)
-    forced = forced.expand(T, -1)
-    if causal:
-        forced = forced.masked_fill(forced > own_block, -1)
-        previous = own_block - torch.arange(1, config.num_local_blocks, device=q.device)
-        forced = torch.cat((forced, previous.clamp(min=-1)), dim=-1)
-    indices = block_indices.transpose(1, 2).long()
-    indices = torch.cat((indices, forced.expand(*indices.shape[:2], -1, -1)), dim=-1)
-    if indices.shape[-1]:
-        read = own_block if causal else indices.amax(dim=-1, keepdim=True)
-        indices = torch.where(indices < 0, read, indices)
-    groups = q.shape[2] // block_indices.shape[2]
-    return attend_given_mask(call, config, fine_mask(indices, num_grouped_queries=groups))

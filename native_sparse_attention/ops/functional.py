@@ -27,21 +27,24 @@ backward on CUDA.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..block_sizes import BlockSizes, check_block_sizes
 from ..checks import (
+    BRANCHES,
     FLOAT_DTYPES,
     INDEX_DTYPES,
     check_bool,
+    check_callable,
     check_documents,
-    check_first_group,
     check_forced_blocks,
+    check_given,
     check_groups,
     check_int,
-    check_leaders,
     check_memory,
     check_offset,
     check_positive,
@@ -50,54 +53,247 @@ from ..checks import (
     check_selection,
     check_shapes,
     check_tensor,
+    check_type,
     check_windows,
     default_seq_len,
 )
 from ..config import AttentionConfig
 from ..varlen import Documents
+from . import branches as branches_of
 from . import dispatch
 from .call import Call
 from .chunked import selection_gates
 from .packed import takes_documents
 
+# checks of calls
 
-def checked(
-    call: Call,
-    dims: dict[str, int],
-    S: int,
-    settings: dict[str, Any],
-    *,
-    causal: Any,
-    q_offset: Any,
-    scale: Any,
-    soft_cap: Any,
-    sinks: Any,
-    documents: Any,
-    block_sizes: Any = None,
-) -> tuple[Call, AttentionConfig]:
-    """The call of a branch of these settings, and its config, with the arguments that all
-    operations take, checked. Its sequence has S tokens, and as many keys as the axis W or S has."""
-    device, causal = call.q.device, check_bool("causal", causal)
-    check_groups(dims["H"], dims["K"], (dims["T"], dims.get("W", S)))
-    q_offset = check_offset(q_offset, dims, S, causal, device)
-    check_documents(documents, dims, q_offset, device)
-    check_tensor("sinks", sinks, FLOAT_DTYPES, device, (dims["H"],))
+AXES = dict(
+    q="B T H D", cq="B T H D", k="B S K D", v="B S K E", ck="B W K D", cv="B W K E", mem_k="K m D",
+    mem_v="K m E", window_k="B S K D", window_v="B S K E", block_indices="B T R n", gates="B T R n",
+)  # fmt: skip
+# tensors of a dtype of their own
+DTYPES = dict(
+    block_indices=INDEX_DTYPES, gates=FLOAT_DTYPES, branch_gates=FLOAT_DTYPES, lengths=INDEX_DTYPES,
+    counts=INDEX_DTYPES, page_table=INDEX_DTYPES,
+)  # fmt: skip
+# what only one branch of a layer reads
+READ_BY = dict(
+    cv="compressed", mem_k="compressed", mem_v="compressed", window_k="window", window_v="window",
+    sliding_window_flex_mask="window", fine_selection_flex_mask="selected",
+)  # fmt: skip
+
+
+def check_read(call: Any, config: AttentionConfig) -> None:
+    """Check that the branches of a layer have what they read, and that nothing else is given."""
+    branches = config.branches
+    is_read = {name: branch in branches for name, branch in READ_BY.items()}
+    is_read |= dict(ck=config.compresses, cq=config.compresses, branch_gates=len(branches) > 1)
+    for name in is_read:
+        value = getattr(call, name, None)
+        if value is not None and not is_read[name]:
+            raise ValueError(f"{name} must be None with branches={branches}, which do not read it")
+        if is_read[name] and name in ("ck", "cv", "branch_gates"):
+            check_given(**{name: value})
+
+
+def check_masks(window: Any, fine: Any) -> None:
+    """Check flex masks of the window and of the selected branch."""
+    if window is not None:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        expected = "a BlockMask, as create_sliding_mask makes it"
+        check_type("sliding_window_flex_mask", window, BlockMask, expected)
+    signature = "(block_indices, num_grouped_queries), as create_fine_mask makes it,"
+    check_callable("fine_selection_flex_mask", fine, signature)
+
+
+def check_tensors(
+    call: Any, config: AttentionConfig, axes: dict[str, str], is_layer: bool = True
+) -> dict[str, int]:
+    """Check that the tensors of a `Call` or `DecodeInputs` have these axes, and match one another.
+    Sinks are [branches, H] in a layer, else [H]. Returns the sizes of the axes."""
+    number, device = len(config.branches), call.q.device
+    axes = axes | dict(branch_gates=f"B T H {number}")
+    tensors = {name: t for name in axes if (t := getattr(call, name, None)) is not None}
+    dims = check_shapes(**{name: (t, axes[name]) for name, t in tensors.items()})
+    H, K, R = dims["H"], dims["K"], dims.get("R")
+    if R not in (None, K, H):
+        name = "block_indices" if "block_indices" in tensors else "cq"
+        raise ValueError(f"{name} must have K={K} or H={H} heads, got {R}")
+    check_same(**{name: t for name, t in tensors.items() if name not in DTYPES})
+    for name, dtypes in DTYPES.items():
+        check_tensor(name, tensors.get(name), dtypes, device)
+    check_tensor("sinks", call.sinks, FLOAT_DTYPES, device, (number, H) if is_layer else (H,))
+    check_groups(H, K, (dims["T"], dims.get("S", dims.get("W", 0))))
+    if call.cv is not None:
+        check_memory(call.mem_k, call.mem_v)
+    return dims
+
+
+def checked(call: Call, config: AttentionConfig, is_layer: bool = True) -> Call:
+    """Check the call of a layer, or of an operation of one branch. Its offset becomes a number, or
+    a tensor with one offset per sequence."""
+    device, causal, axes = call.q.device, config.causal, AXES
+    if is_layer:
+        check_read(call, config)
+        check_masks(call.sliding_window_flex_mask, call.fine_selection_flex_mask)
+    # queries and keys that only rank may have a width of their own, and a query for each KV head
+    if call.cq is not None and "compressed" not in config.branches:
+        axes = AXES | dict(cq="B T R I", ck="B W K I")
+    dims = check_tensors(call, config, axes, is_layer)
+    S: Any = dims.get("S")
+    if S is not None and call.ck is not None:
+        check_windows(dims["W"], S, config.d, causal=causal)
+    elif S is None:
+        S = default_seq_len(call.seq_len, dims["T"], call.q_offset)
+        if causal or config.ranks:
+            check_windows(dims["W"], S, config.d, causal=causal, q_offset=call.q_offset)
+    offset = check_offset(call.q_offset, dims, S, causal, device)
+    check_documents(call.documents, dims, offset, device)
+    heads = dims["K" if config.query_heads_share_selected_kv else "H"]
+    shape, stride = (dims["B"], heads, config.num_selected_blocks), config.selection_stride
+    check_tensor("leader_indices", call.leader_indices, (torch.int32,), device, shape)
+    is_split = config.ranks and isinstance(offset, int) and offset % stride != 0
+    if is_split and call.leader_indices is None:
+        raise ValueError(
+            f"leader_indices must be given where q_offset={offset} is not a multiple of "
+            f"selection_stride={stride}: the first query's group was ranked before"
+        )
+    ignored = dict(documents=call.documents, sinks=call.sinks, soft_cap=config.soft_cap)
+    unknown = [name for name, value in ignored.items() if value is not None]
+    if call.has_masks() and unknown:
+        raise ValueError(
+            "sliding_window_flex_mask and fine_selection_flex_mask must be None with "
+            f"{unknown[0]}, which they know nothing of"
+        )
+    sinks = call.sinks if is_layer or call.sinks is None else call.sinks[None]
+    return call.but(q_offset=offset, sinks=sinks, seq_len=S)
+
+
+def branch_config(
+    causal: Any, scale: Any, soft_cap: Any, block_sizes: Any = None, **settings: Any
+) -> AttentionConfig:
+    """The config of an operation of one branch, whose `settings` are checked."""
     check_block_sizes(block_sizes)
-    config = AttentionConfig.unchecked(
-        **settings, causal=causal, scale=check_scale(scale), block_sizes=block_sizes,
-        soft_cap=check_positive("soft_cap", soft_cap),
+    return AttentionConfig.unchecked(
+        causal=check_bool("causal", causal), scale=check_scale(scale), block_sizes=block_sizes,
+        soft_cap=check_positive("soft_cap", soft_cap), **settings,
     )  # fmt: skip
-    sinks = None if sinks is None else sinks[None]
-    return call.but(q_offset=q_offset, sinks=sinks, documents=documents), config
 
 
-def attend(
-    op: str, call: Call, config: AttentionConfig, backend: dispatch.Backend, return_lse: Any
-) -> Any:
-    """Choose a backend for the attention of a branch, and run it."""
+def attend(op: str, call: Call, config: AttentionConfig, backend: Any, return_lse: Any) -> Any:
+    """Check the call of an operation of one branch, choose a backend and run it."""
     return_lse = check_bool("return_lse", return_lse)
+    call = checked(call, config, is_layer=False).branch(config.branches[0], config.branches)
     name = dispatch.choose(backend, op, call, config)
     return dispatch.attend_branch(name, call, config, return_lse)
+
+
+# operations
+
+
+@takes_documents
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ck: Tensor | None = None,
+    cv: Tensor | None = None,
+    branch_gates: Tensor | None = None,
+    *,
+    compress_block_size: int,
+    compress_block_sliding_stride: int,
+    selection_block_size: int,
+    num_selected_blocks: int,
+    sliding_window_size: int,
+    cq: Tensor | None = None,
+    mem_k: Tensor | None = None,
+    mem_v: Tensor | None = None,
+    window_k: Tensor | None = None,
+    window_v: Tensor | None = None,
+    importance: str = "logits",
+    interpolated_importance_score: bool = False,
+    num_initial_blocks: int = 0,
+    num_local_blocks: int = 1,
+    selection_stride: int = 1,
+    query_heads_share_selected_kv: bool = True,
+    branches: tuple[str, ...] = BRANCHES,
+    dense_length: int = 0,
+    use_diff_topk: bool = False,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    leader_indices: Tensor | None = None,
+    scale: float | None = None,
+    return_indices: bool = False,
+    recompute: bool = False,
+    block_sizes: BlockSizes | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    documents: Documents | None = None,
+    sliding_window_flex_mask: Any = None,
+    fine_selection_flex_mask: Callable[..., Any] | None = None,
+    backend: str | tuple[str, ...] = "auto",
+) -> Any:
+    """The whole layer between projection and output: selection, three branches and their gates
+    (Eq. 5).
+
+    `out = g_cmp compressed(cq, ck, cv) + g_sel selected(q, k, v) + g_win window(q, k, v)`.
+
+    Args:
+        q, k, v: [B, T, H, D], [B, S, K, D] and [B, S, K, E], with rotary embedding applied.
+        ck, cv: compressed keys and values, [B, W, K, D] and [B, W, K, E]. Without the compressed
+            branch, cv is None, and ck only ranks blocks.
+        branch_gates: [B, T, H, branches], in the order compressed, selected, window; None for one
+            branch, which has no gate.
+        branches: some of the three; tensors of the others must be None. `("selected",)` is one
+            softmax over the initial, local and ranked blocks.
+        dense_length: with `("selected",)` queries at positions below it attend to all keys that
+            they may see; not causal: in sequences of at most this length.
+        cq: queries of branch 1 and of the ranking, without rotary embedding; q by default. Without
+            the compressed branch cq and ck may have another width, and cq one query for each KV
+            head, [B, T, K, I].
+        window_k, window_v: keys and values of branch 3; k and v by default.
+        use_diff_topk: let gradients reach the scores through straight-through gates.
+        return_indices: also return the selected block indices, [B, T, K or H, n].
+        recompute: do not save branch outputs; the backward computes them again (Triton only; other
+            backends save the tensors that autograd saves).
+        block_sizes: replace the tile configs of the Triton kernels; other backends have none.
+        sliding_window_flex_mask, fine_selection_flex_mask: masks of
+            `native_sparse_attention.masks`. flex_attention then computes the branch under that
+            mask.
+        soft_cap: c; logits x of all branches become `c tanh(x / c)`.
+        sinks: [branches, H], for each branch and query head the logit of one more key with value 0.
+
+    The remaining arguments are those of `compressed_attention`, `select_blocks`,
+    `selected_attention` and `sliding_window_attention`. With `backend="flex"` the branches run in
+    flex_attention and the ranking runs in eager PyTorch.
+
+    Returns:
+        [B, T, H, E], and with `return_indices` also the block indices.
+    """
+    return_indices = check_bool("return_indices", return_indices)
+    config = AttentionConfig(
+        compress_block_size=compress_block_size,
+        compress_block_sliding_stride=compress_block_sliding_stride,
+        selection_block_size=selection_block_size, num_selected_blocks=num_selected_blocks,
+        sliding_window_size=sliding_window_size, importance=importance,
+        interpolated_importance_score=interpolated_importance_score,
+        num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks,
+        selection_stride=selection_stride,
+        query_heads_share_selected_kv=query_heads_share_selected_kv, branches=branches,
+        dense_length=dense_length, scale=scale, soft_cap=soft_cap, causal=causal,
+        use_diff_topk=use_diff_topk, recompute=recompute, block_sizes=block_sizes,
+    )  # fmt: skip
+    call = Call(
+        q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, sinks,
+        leader_indices=leader_indices, documents=documents, q_offset=q_offset,
+        sliding_window_flex_mask=sliding_window_flex_mask,
+        fine_selection_flex_mask=fine_selection_flex_mask,
+    )  # fmt: skip
+    call = checked(call, config)
+    name = dispatch.choose(backend, "native_sparse_attention", call, config)
+    out, block_indices = branches_of.attend(call, config, name, keep_slots=return_indices)
+    return (out, block_indices) if return_indices else out
 
 
 @takes_documents
@@ -135,31 +331,16 @@ def compressed_attention(
 
     Returns:
         [B, T, H, E], and with `return_lse` also [B, T, H].
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not match.
-        NotImplementedError: no given backend supports the call.
     """
-    common = dict(
-        causal=causal, q_offset=q_offset, scale=scale, soft_cap=soft_cap, sinks=sinks,
-        documents=documents, block_sizes=block_sizes,
-    )  # fmt: skip
-    dims = check_shapes(
-        q=(q, "B T H D"),
-        ck=(ck, "B W K D"),
-        cv=(cv, "B W K E"),
-        mem_k=(mem_k, "K m D"),
-        mem_v=(mem_v, "K m E"),
-    )
-    check_same(q=q, ck=ck, cv=cv, mem_k=mem_k, mem_v=mem_v)
-    check_memory(mem_k, mem_v)
     d = check_int("compress_block_sliding_stride", compress_block_sliding_stride, 1)
-    S = default_seq_len(seq_len, dims["T"], q_offset)
-    if causal:
-        check_windows(dims["W"], S, d, causal=True, q_offset=q_offset)
-    settings = dict(branches=("compressed",), compress_block_sliding_stride=d)
-    call = Call(q, ck, cv, mem_k=mem_k, mem_v=mem_v)
-    call, config = checked(call, dims, S, settings, **common)
+    config = branch_config(
+        causal, scale, soft_cap, block_sizes, branches=("compressed",),
+        compress_block_sliding_stride=d,
+    )  # fmt: skip
+    call = Call(
+        q, ck=ck, cv=cv, mem_k=mem_k, mem_v=mem_v, sinks=sinks, documents=documents,
+        q_offset=q_offset, seq_len=seq_len,
+    )  # fmt: skip
     return attend("compressed_attention", call, config, backend, return_lse)
 
 
@@ -225,17 +406,7 @@ def select_blocks(
         for an empty slot. With `return_gates` also gates of that shape with value 1. Their gradient
         is that of the softmax of the scores over the candidates and one logit of -1e3 (`"logits"`),
         or of the score itself (`"probs"`).
-
-    Raises:
-        ValueError: shapes or settings do not match.
-        NotImplementedError: no given backend supports the call.
     """
-    common = dict(
-        causal=causal, q_offset=q_offset, scale=scale, soft_cap=soft_cap, sinks=sinks,
-        documents=documents,
-    )  # fmt: skip
-    dims = check_shapes(q=(q, "B T H D"), ck=(ck, "B W K D"), mem_k=(mem_k, "K m D"))
-    check_same(q=q, ck=ck, mem_k=mem_k)
     return_gates = check_bool("return_gates", return_gates)
     settings = check_selection(
         compress_block_size=compress_block_size,
@@ -246,14 +417,12 @@ def select_blocks(
         selection_stride=selection_stride,
         query_heads_share_selected_kv=query_heads_share_selected_kv,
     )  # fmt: skip
-    S = default_seq_len(seq_len, dims["T"], q_offset)
-    d = settings["compress_block_sliding_stride"]
-    check_windows(dims["W"], S, d, causal=causal, q_offset=q_offset)
-    call = Call(q, ck=ck, mem_k=mem_k, leader_indices=leader_indices, seq_len=S)
-    call, config = checked(call, dims, S, settings, **common)
-    shared = config.query_heads_share_selected_kv
-    check_leaders(leader_indices, dims, config.num_selected_blocks, shared, q.device)
-    check_first_group(call.q_offset, config.selection_stride, leader_indices)
+    config = branch_config(causal, scale, soft_cap, **settings)
+    call = Call(
+        q, ck=ck, mem_k=mem_k, sinks=sinks, leader_indices=leader_indices, documents=documents,
+        q_offset=q_offset, seq_len=seq_len,
+    )  # fmt: skip
+    call = checked(call, config, is_layer=False)
     # flex_attention cannot rank
     name = dispatch.choose("eager" if backend == "flex" else backend, "select_blocks", call, config)
     indices = dispatch.select_blocks(name, call, config)
@@ -297,37 +466,17 @@ def selected_attention(
 
     Returns:
         [B, T, H, E], and with `return_lse` also [B, T, H].
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not match.
-        NotImplementedError: no given backend supports the call.
     """
-    common = dict(
-        causal=causal, q_offset=q_offset, scale=scale, soft_cap=soft_cap, sinks=sinks,
-        documents=documents, block_sizes=block_sizes,
-    )  # fmt: skip
-    dims = check_shapes(
-        q=(q, "B T H D"),
-        k=(k, "B S K D"),
-        v=(v, "B S K E"),
-        block_indices=(block_indices, "B T R n"),
-        gates=(gates, "B T R n"),
-    )
-    check_same(q=q, k=k, v=v)
-    if dims["R"] not in (dims["K"], dims["H"]):
-        raise ValueError(
-            f"block_indices must have K={dims['K']} or H={dims['H']} heads, got {dims['R']}"
-        )
-    check_tensor("block_indices", block_indices, INDEX_DTYPES, q.device)
-    check_tensor("gates", gates, FLOAT_DTYPES, q.device)
     s = check_int("selection_block_size", selection_block_size, 1)
     initial, local = check_forced_blocks(s, num_initial_blocks, num_local_blocks)
-    settings = dict(
-        branches=("selected",), selection_block_size=s, num_selected_blocks=0,
-        num_initial_blocks=initial, num_local_blocks=local,
+    config = branch_config(
+        causal, scale, soft_cap, block_sizes, branches=("selected",), selection_block_size=s,
+        num_selected_blocks=0, num_initial_blocks=initial, num_local_blocks=local,
     )  # fmt: skip
-    call = Call(q, k, v, block_indices=block_indices, gates=gates)
-    call, config = checked(call, dims, dims["S"], settings, **common)
+    call = Call(
+        q, k, v, sinks=sinks, gates=gates, block_indices=block_indices, documents=documents,
+        q_offset=q_offset,
+    )  # fmt: skip
     return attend("selected_attention", call, config, backend, return_lse)
 
 
@@ -357,18 +506,10 @@ def sliding_window_attention(
 
     Returns:
         [B, T, H, E], and with `return_lse` also [B, T, H].
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not match.
-        NotImplementedError: no given backend supports the call.
     """
-    common = dict(
-        causal=causal, q_offset=q_offset, scale=scale, soft_cap=soft_cap, sinks=sinks,
-        documents=documents, block_sizes=block_sizes,
-    )  # fmt: skip
-    dims = check_shapes(q=(q, "B T H D"), k=(k, "B S K D"), v=(v, "B S K E"))
-    check_same(q=q, k=k, v=v)
     w = check_int("sliding_window_size", sliding_window_size, 0)
-    settings = dict(branches=("window",), sliding_window_size=w)
-    call, config = checked(Call(q, k, v), dims, dims["S"], settings, **common)
+    config = branch_config(
+        causal, scale, soft_cap, block_sizes, branches=("window",), sliding_window_size=w
+    )
+    call = Call(q, k, v, sinks=sinks, documents=documents, q_offset=q_offset)
     return attend("sliding_window_attention", call, config, backend, return_lse)

@@ -70,6 +70,7 @@ def test_tiles_that_a_gpu_does_not_hold(monkeypatch, op, dtype, heads, width, T,
 
 
 D, E = 8, 6  # widths of keys and of values
+CONFIG = AttentionConfig()
 
 
 def tensors(B, T, S, K, G, dtype=torch.float64, D=D, E=E, device="cpu") -> tuple[Tensor, ...]:
@@ -103,7 +104,8 @@ def test_indices_that_are_no_block_are_passed_over():
 def test_under_a_mask_of_the_users():
     q, k, v = tensors(2, 37, 37, 2, 3)
     mask = create_sliding_mask(37, 4, device="cpu")
-    out = flex.attend_given_mask(Call(q, k, v), AttentionConfig(), mask)
+    call = Call(q, k, v, sliding_window_flex_mask=mask)
+    out = flex.attend_branch(call, AttentionConfig(branches=("window",)))
     torch.testing.assert_close(out, window(q, k, v, 4))
 
 
@@ -111,7 +113,7 @@ def test_tensors_that_want_gradients_run_where_none_are_recorded():
     q, k, v = (t.requires_grad_() for t in tensors(1, 5, 5, 1, 1))
     with torch.no_grad():
         assert not window(q, k, v).requires_grad
-        assert flex.why_not("sliding_window_attention", Call(q, k, v)) == []
+        assert flex.why_not("sliding_window_attention", Call(q, k, v), CONFIG) == []
     with torch.inference_mode():
         window(q, k, v)
 
@@ -143,7 +145,7 @@ def test_traces_without_a_break(branch):
 
 
 def reasons(op="selected_attention", **changes) -> list[str]:
-    return flex.why_not(op, Call(*tensors(1, 3, 5, 1, 1)).but(**changes))
+    return flex.why_not(op, Call(*tensors(1, 3, 5, 1, 1)).but(**changes), CONFIG)
 
 
 def test_why_not():
@@ -169,7 +171,7 @@ def test_why_not():
 @pytest.mark.gpu
 def test_gpu_why_not():
     q, k, v = tensors(1, 3, 5, 1, 1, device="cuda")
-    assert flex.why_not("selected_attention", Call(q, k, v)) == [
+    assert flex.why_not("selected_attention", Call(q, k, v), CONFIG) == [
         "its CUDA kernels have no float64",
         "q has head width 8, needs at least 16",
         "v has head width 6, needs at least 16",

@@ -115,7 +115,7 @@ def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor
         gates = selection_gates(ranking, config, indices)
         call = call.but(block_indices=indices, gates=gates, leader_indices=None)
     if config.branches == ("selected",):  # ck and cq only rank
-        call = call.detached("ck", "cq")
+        call = call.but(ck=call.ck.detach(), cq=None if call.cq is None else call.cq.detach())
     out, _, block_indices = attention(call, config)
     return out, block_indices
 
