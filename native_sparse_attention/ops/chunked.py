@@ -27,7 +27,7 @@ from ..compat import cast_to_autocast_dtype, is_legacy_batched, no_autocast, ref
 from ..config import AttentionConfig
 from . import local, reference
 from .call import Call
-from .reference import RankedQueries, Visibility, times, upcast
+from .reference import Visibility, times, upcast
 
 # On the CPU, scores that the specification forms at once: 16 MiB of fp32; and those of a tile or
 # chunk: 4 MiB, so that intermediates stay in the cache. A GPU forms GPU_FACTOR times more, since it
@@ -54,11 +54,8 @@ def slice_axis(t: Tensor, axis: int, part: slice) -> Tensor:
 
 
 def refuse_batched(*grads: Tensor) -> None:
-    """Refuse batched gradients, in backwards that write in place.
-
-    Raises:
-        NotImplementedError: torch.autograd or `vmap` has batched the gradients.
-    """
+    """Refuse gradients that torch.autograd or `vmap` has batched, in backwards that write in
+    place."""
     refuse_transforms("the backward of attention in linear memory")
     if any(is_legacy_batched(g) for g in grads):
         raise NotImplementedError(
@@ -71,16 +68,9 @@ def refuse_batched(*grads: Tensor) -> None:
 
 
 class Plan(NamedTuple):
-    """Which tiles to visit, and how to form their logits.
-
-    Args:
-        tiles: for each chunk of queries its chunks of keys. The chunks cover all queries.
-        visibility: masks and gates of a tile.
-        scale: multiplies the dot products.
-        soft_cap: c of `c tanh(logits / c)`.
-        mask_value: the logit of masked pairs. If it is finite, it takes part in the softmax of a
-            row that sees some key. A row that sees no key is empty.
-    """
+    """Which tiles to visit, and how to form their logits: for each chunk of queries, which cover
+    all queries, its chunks of keys; and the logit of masked pairs. If `mask_value` is finite, it
+    takes part in the softmax of a row that sees some key. A row that sees no key is empty."""
 
     tiles: Sequence[tuple[slice, Sequence[slice]]]
     visibility: Visibility
@@ -90,13 +80,10 @@ class Plan(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Logits [b k g i j] for the softmax, the logits before gates and mask, the slope of the cap,
-    the factors of gates and the mask."""
-
-    logits: Tensor
-    capped: Tensor
-    slope: Tensor
-    factors: Tensor | None
+    logits: Tensor  # [b k g i j], for the softmax
+    capped: Tensor  # before gates and mask
+    slope: Tensor  # of the cap
+    factors: Tensor | None  # of the gates
     mask: Tensor | None
 
 
@@ -143,32 +130,20 @@ def attend_rows(
     return out, lse, m
 
 
-def empty_as(q: Tensor, width: int) -> Tensor:
-    """Allocate a tensor like q with another last width and q's memory order of axes. A graph, whose
-    compiler chooses the order, cannot sort symbolic strides."""
-    if torch.compiler.is_compiling():
-        return q.new_empty((*q.shape[:-1], width))
-    strides = q.stride()
-    order = sorted(range(q.ndim - 1), key=lambda axis: -strides[axis])
-    return torch.empty_permuted(
-        (*q.shape[:-1], width), (*order, q.ndim - 1), dtype=q.dtype, device=q.device
-    )
-
-
 class AttendTiles(torch.autograd.Function):
     """Map q [b k g i d], k [b k j d], v [b k j e], gates [b i r n] or None and a plan to output
-    [b k g i e], log-sum-exp and greatest logit [b k g i]. The greatest logit has no gradient.
-
-    The forward saves the inputs, the output and the log-sum-exp. The backward computes each tile's
-    probabilities again from them, in differentiable steps. Autograd therefore differentiates the
-    backward too, and keeps every tile for that.
-    """
+    [b k g i e], log-sum-exp and greatest logit [b k g i], which has no gradient. The backward
+    computes each tile's probabilities again, in differentiable steps: autograd differentiates the
+    backward too, and keeps every tile for that."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, plan: Plan
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse = empty_as(q, v.shape[-1]), q.new_empty(q.shape[:-1])
+        # with q's memory order of axes
+        is_same = v.shape[-1] == q.shape[-1]
+        out = torch.empty_like(q) if is_same else q.new_empty(*q.shape[:-1], v.shape[-1])
+        lse = q.new_empty(q.shape[:-1])
         m = torch.empty_like(lse)
         for rows, key_chunks in plan.tiles:
             chunk = attend_rows(q, k, v, gates, rows, key_chunks, plan)
@@ -265,8 +240,9 @@ def attend(
 # selection, a chunk of queries at a time
 
 
-def scores_of_query(q: Tensor, ck: Tensor, mem_k: Tensor | None, config: AttentionConfig) -> int:
+def scores_of_query(call: Call, config: AttentionConfig) -> int:
     """Scores that the ranking of one query forms at once."""
+    q, ck, mem_k = call.q, call.ck, call.mem_k
     heads, keys = q.shape[2], ck.shape[1] + (0 if mem_k is None else mem_k.shape[1])
     if config.importance != "probs" and config.query_heads_share_selected_kv:
         heads = ck.shape[2]
@@ -275,38 +251,38 @@ def scores_of_query(q: Tensor, ck: Tensor, mem_k: Tensor | None, config: Attenti
     return heads * keys * (config.d if config.interpolated_importance_score else per_key)
 
 
-def query_chunks(queries: RankedQueries, config: AttentionConfig) -> list[tuple[slice, slice]]:
-    """Slices of the queries, and of the windows that they may see."""
-    q, T, W = queries.q, queries.q.shape[1], queries.ck.shape[1]
-    most = CHUNK_SCORES * gpu_factor(q.device)
-    per_query = q.shape[0] * scores_of_query(q, queries.ck, queries.mem_k, config)
-    chunks, offset, stride = [], queries.q_offset, config.selection_stride
-    for rows in split_range(0, T, max(LEAST_QUERIES, most // max(1, per_query))):
-        stop = W
+def query_chunks(
+    call: Call, i: Tensor, config: AttentionConfig
+) -> list[tuple[slice, Call, Tensor]]:
+    """Slices of the ranked queries; their calls, with the windows that they may see; and their
+    positions."""
+    q, offset, stride, chunks = call.q, call.q_offset, config.selection_stride, []
+    most, per_query = CHUNK_SCORES * gpu_factor(q.device), len(q) * scores_of_query(call, config)
+    for rows in split_range(0, q.shape[1], max(LEAST_QUERIES, most // max(1, per_query))):
+        stop = call.ck.shape[1]
         if config.causal and isinstance(offset, int):
             last = (blocks.ceil_div(offset, stride) + rows.stop - 1) * stride
-            stop = min(W, blocks.num_visible_windows(last, config.d))
-        chunks.append((rows, slice(0, stop)))
+            stop = min(stop, blocks.num_visible_windows(last, config.d))
+        documents = reference.slice_documents(call.documents, rows)
+        part = call.but(q=q[:, rows], ck=call.ck[:, :stop], documents=documents)
+        chunks.append((rows, part, i[:, rows]))
     return chunks
 
 
-def rank(queries: RankedQueries, config: AttentionConfig) -> Tensor:
+def rank(call: Call, i: Tensor, config: AttentionConfig) -> Tensor:
     """`reference.rank` in memory O(T + S)."""
-    chunks = query_chunks(queries, config)
-    parts = [reference.rank(queries.slice(*chunk, config), config) for chunk in chunks]
-    return torch.cat(parts, dim=1)
+    chunks = query_chunks(call, i, config)
+    return torch.cat([reference.rank(part, i, config) for _, part, i in chunks], dim=1)
 
 
-def gate(queries: RankedQueries, block_indices: Tensor, config: AttentionConfig) -> Tensor:
+def gate(call: Call, i: Tensor, config: AttentionConfig, block_indices: Tensor) -> Tensor:
     """`reference.gate` in memory O(T + S): the backward scores the queries again, chunk by
     chunk."""
+    options: Any = dict(use_reentrant=False, preserve_rng_state=False)
     parts = [
-        checkpoint(
-            reference.gate, queries.slice(rows, windows, config), block_indices[:, rows], config,
-            use_reentrant=False, preserve_rng_state=False,
-        )
-        for rows, windows in query_chunks(queries, config)
-    ]  # fmt: skip
+        checkpoint(reference.gate, part, i, config, block_indices[:, rows], **options)
+        for rows, part, i in query_chunks(call, i, config)
+    ]
     return torch.cat(parts, dim=1)
 
 
@@ -329,21 +305,20 @@ def forms_few(scores_of_query: int, q: Tensor) -> bool:
 
 def select_blocks(call: Call, config: AttentionConfig) -> Tensor:
     """`reference.select_blocks`."""
-    scores = scores_of_query(call.q, call.ck, call.mem_k, config) // config.selection_stride
+    scores = scores_of_query(call, config) // config.selection_stride
     form = reference.rank if forms_few(scores, call.q) else rank
     return reference.select_blocks(call, config, form)
 
 
 def attend_branch(call: Call, config: AttentionConfig, return_lse: bool = False) -> Any:
     """The attention [B T H E] of one branch in fp32 or better, and on request its log-sum-exp."""
-    compute, q = reference.BRANCHES[config.branches[0]], call.q
     names = [n for n in ("q", "k", "v", "mem_k", "mem_v") if getattr(call, n) is not None]
     floats = cast_to_autocast_dtype(*(getattr(call, n) for n in names))
-    dtype = floats[2].dtype
+    q, _, v, *_ = floats
     with no_autocast(q.device.type):
-        upcasted = call.but(**dict(zip(names, upcast(*floats), strict=True)))
-        if not return_lse and local.is_supported(upcasted, config):
-            return local.window_attention(upcasted, config).to(dtype)
+        call = call.but(**dict(zip(names, upcast(*floats), strict=True)))
+        if not return_lse and local.is_supported(call, config):
+            return local.window_attention(call, config).to(v.dtype)
         form = reference.attend if forms_few(q.shape[2] * call.k.shape[1], q) else attend
-        result = compute(upcasted, config, form, return_lse=return_lse)
-    return (result[0].to(dtype), result[1]) if return_lse else result.to(dtype)
+        result = reference.attend_branch(call, config, form, return_lse)
+    return (result[0].to(v.dtype), result[1]) if return_lse else result.to(v.dtype)

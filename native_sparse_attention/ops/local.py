@@ -13,14 +13,9 @@ from torch import Tensor
 from ..config import AttentionConfig
 from .call import Call
 
-
-@lru_cache(maxsize=64)
-def local_attention(sliding_window_size: int, causal: bool) -> LocalAttention:
-    """The package's layer for a window. It has no weights, so all callers share one."""
-    return LocalAttention(
-        window_size=sliding_window_size, causal=causal, exact_windowsize=True, autopad=True,
-        use_rotary_pos_emb=False,
-    )  # fmt: skip
+# a layer of a window size has no weights, so all callers share one
+make_layer = lru_cache(maxsize=64)(LocalAttention)
+OPTIONS = dict(exact_windowsize=True, autopad=True, use_rotary_pos_emb=False)
 
 
 def is_supported(call: Call, config: AttentionConfig) -> bool:
@@ -47,4 +42,5 @@ def window_attention(call: Call, config: AttentionConfig) -> Tensor:
     padding = None
     if not causal and q.shape[2] % w:
         padding = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
-    return rearrange(local_attention(w, causal)(q, k, v, mask=padding), "b h i e -> b i h e")
+    out = make_layer(w, causal=causal, **OPTIONS)(q, k, v, mask=padding)
+    return rearrange(out, "b h i e -> b i h e")

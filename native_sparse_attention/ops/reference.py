@@ -31,10 +31,11 @@ from .call import Call
 # softmax attention
 
 
-def upcast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def upcast(*tensors: Any) -> tuple[Any, ...]:
     """Cast to fp32 or better for products and softmax. fp16 overflows if unscaled logits pass
-    65504; bf16 rounds logits by 1 in 256."""
-    return tuple(t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
+    65504; bf16 rounds logits by 1 in 256. None stays None."""
+    float32 = torch.float32
+    return tuple(t if t is None else t.to(torch.promote_types(t.dtype, float32)) for t in tensors)
 
 
 def times(a: Tensor, x: Tensor) -> Tensor:
@@ -47,22 +48,19 @@ def times(a: Tensor, x: Tensor) -> Tensor:
 
 
 class Visibility(NamedTuple):
-    """Which keys each query sees.
+    """Which keys each query sees, by slices of queries and keys."""
 
-    Args:
-        mask: of rows and columns of the scores, two slices: [b|1 k|1 g|1 i j], or None if each of
-            these queries sees each of these keys.
-        key_range: the first key, and one past the last, that queries at positions `first` to `last`
-            may see. It may pass the ends of the keys.
-        q_offset: position of query 0.
-        expand_gates: the factors [b k g|1 i j] of the logits of rows and columns, from the gates of
-            these rows.
-    """
-
+    # [b|1 k|1 g|1 i j], or None if each of these queries sees each of these keys
     mask: Callable[[slice, slice], Any]
+    # the first key, and one past the last, that queries at positions `first` to `last` may see; it
+    # may pass the ends of the keys
     key_range: Callable[[int, int], tuple[int, int]]
-    q_offset: int | Tensor
+    q_offset: int | Tensor  # position of query 0
+    # the factors [b k g|1 i j] of logits, from the gates of these queries
     expand_gates: Callable[[Tensor, slice, slice], Tensor] = lambda gates, rows, keys: gates
+
+
+Keys = tuple[Tensor, Tensor, Visibility]
 
 
 def query_positions(q: Tensor, q_offset: int | Tensor) -> Tensor:
@@ -141,10 +139,17 @@ def attend(
     return out, rearrange(lse, "b k g i -> b i (k g)")
 
 
-def softmax_options(call: Call, config: AttentionConfig) -> dict[str, Any]:
-    """The options of `attend` in a call of one branch."""
-    sinks = None if call.sinks is None else call.sinks[0]
-    return dict(scale=config.scale, soft_cap=config.soft_cap, sinks=sinks)
+def attend_branch(
+    call: Call, config: AttentionConfig, attend: Callable[..., Any] = attend,
+    return_lse: bool = False,
+) -> Any:  # fmt: skip
+    """The attention of one branch: over the keys and values that its function below returns, under
+    their visibility."""
+    k, v, visibility = BRANCHES[config.branches[0]](call, config)
+    return attend(
+        call.q, k, v, visibility, gates=call.gates, scale=config.scale, soft_cap=config.soft_cap,
+        sinks=None if call.sinks is None else call.sinks[0], return_lse=return_lse,
+    )  # fmt: skip
 
 
 # branch 1: compressed
@@ -182,25 +187,21 @@ def window_numbers(W: int, mem_k: Tensor | None, device: torch.device) -> Tensor
     return torch.arange(0 if mem_k is None else -mem_k.shape[1], W, device=device)
 
 
-def compressed_attention(
-    call: Call, config: AttentionConfig, attend: Callable[..., Any] = attend, **options: Any
-) -> Any:
-    """Softmax over memory and the visible windows."""
-    q, mem_k, d, W = call.q, call.mem_k, config.d, call.k.shape[1]
-    i = query_positions(q, call.q_offset)
-    visible = visible_windows(i, W, d, config.causal, call.documents)
-    w = window_numbers(W, mem_k, q.device)
-    m = 0 if mem_k is None else mem_k.shape[1]
+def compressed_keys(call: Call, config: AttentionConfig) -> Keys:
+    """Memory and the visible windows."""
+    mem_k, d, W = call.mem_k, config.d, call.k.shape[1]
+    i = query_positions(call.q, call.q_offset)
+    first, end = visible_windows(i, W, d, config.causal, call.documents)
+    w = window_numbers(W, mem_k, i.device)
 
     def mask(rows: slice, keys: slice) -> Tensor:
-        return window_mask((visible[0][:, rows], visible[1][:, rows]), w[keys])
+        return window_mask((first[:, rows], end[:, rows]), w[keys])
 
     def key_range(first: int, last: int) -> tuple[int, int]:
-        return 0, m + (blocks.num_visible_windows(last, d) if config.causal else W)
+        return 0, len(w) - W + (blocks.num_visible_windows(last, d) if config.causal else W)
 
     k, v = prepend_memory(mem_k, call.k), prepend_memory(call.mem_v, call.v)
-    options |= softmax_options(call, config)
-    return attend(q, k, v, Visibility(mask, key_range, call.q_offset), **options)
+    return k, v, Visibility(mask, key_range, call.q_offset)
 
 
 # branch 2: selected
@@ -234,22 +235,15 @@ def scatter_blocks(
     return rearrange(dense, "b i r c -> b r i c")
 
 
-def block_numbers(S: int, s: int, device: torch.device) -> Tensor:
-    """The block of each of S keys, [S]: the number of blocks that begin up to the key, less one.
-    `j // s` fails: torch's CPU compiler splits that loop by s and drops the last S % s keys."""
-    begins = torch.arange(S, device=device) % s == 0
-    return begins.cumsum(0) - 1
-
-
-def selected_attention(
-    call: Call, config: AttentionConfig, attend: Callable[..., Any] = attend, **options: Any
-) -> Any:
-    """Softmax over the tokens of the forced and the selected blocks, causal inside."""
+def selected_keys(call: Call, config: AttentionConfig) -> Keys:
+    """The tokens of the forced and the selected blocks, causal inside."""
     q, k, block_indices, documents = call.q, call.k, call.block_indices, call.documents
     s, S, kv = config.selection_block_size, k.shape[1], k.shape[2]
     i, j = query_positions(q, call.q_offset), torch.arange(S, device=q.device)
     num_blocks = free_size(blocks.num_blocks(S, s))
-    c, block_of_key = torch.arange(num_blocks, device=q.device), block_numbers(S, s, q.device)
+    c = torch.arange(num_blocks, device=q.device)
+    # `j // s` fails: torch's CPU compiler splits that loop by s and drops the last S % s keys
+    block_of_key = (j % s == 0).cumsum(0) - 1
 
     def forced(rows: slice) -> Tensor:
         return forced_blocks(i[:, rows], c, config, slice_documents(documents, rows))[:, None]
@@ -274,18 +268,14 @@ def selected_attention(
     def key_range(first: int, last: int) -> tuple[int, int]:
         return 0, last + 1 if config.causal else S
 
-    visibility = Visibility(mask, key_range, call.q_offset, expand_gates)
-    options |= softmax_options(call, config)
-    return attend(q, k, call.v, visibility, gates=call.gates, **options)
+    return k, call.v, Visibility(mask, key_range, call.q_offset, expand_gates)
 
 
 # branch 3: sliding window
 
 
-def window_attention(
-    call: Call, config: AttentionConfig, attend: Callable[..., Any] = attend, **options: Any
-) -> Any:
-    """Softmax over keys `i - w .. i`, or `i - w .. i + w` if not causal."""
+def window_keys(call: Call, config: AttentionConfig) -> Keys:
+    """Keys `i - w .. i`, or `i - w .. i + w` if not causal."""
     max_past = config.sliding_window_size
     max_future = 0 if config.causal else max_past
     i = query_positions(call.q, call.q_offset)
@@ -299,15 +289,10 @@ def window_attention(
     def key_range(first: int, last: int) -> tuple[int, int]:
         return first - max_past, last + max_future + 1
 
-    options |= softmax_options(call, config)
-    return attend(call.q, call.k, call.v, Visibility(mask, key_range, call.q_offset), **options)
+    return call.k, call.v, Visibility(mask, key_range, call.q_offset)
 
 
-BRANCHES = {
-    "compressed": compressed_attention,
-    "selected": selected_attention,
-    "window": window_attention,
-}
+BRANCHES = {"compressed": compressed_keys, "selected": selected_keys, "window": window_keys}
 
 
 # the gate
@@ -412,37 +397,6 @@ def importance_scores(
 # selection
 
 
-class RankedQueries(NamedTuple):
-    """The queries that are ranked, q [b t h d], at positions i [b|1 t], with the bounds of their
-    documents; the compressed branch's keys, memory and sinks [h]; how many blocks have a score; and
-    the position of the first query of the call."""
-
-    q: Tensor
-    ck: Tensor
-    mem_k: Tensor | None
-    sinks: Tensor | None
-    i: Tensor
-    documents: Documents | None
-    num_ranked: int
-    q_offset: int | Tensor
-
-    def slice(self, rows: slice, windows: slice, config: AttentionConfig) -> RankedQueries:
-        documents, ck = slice_documents(self.documents, rows), self.ck[:, windows]
-        num_ranked = self.num_ranked
-        if config.causal:
-            num_ranked = num_complete_blocks(ck, config)
-        return RankedQueries(
-            self.q[:, rows], ck, self.mem_k, self.sinks, self.i[:, rows], documents, num_ranked,
-            self.q_offset,
-        )  # fmt: skip
-
-
-def num_complete_blocks(ck: Tensor, config: AttentionConfig) -> int:
-    """The blocks that windows ck [b w k d] cover."""
-    d = config.d
-    return blocks.num_complete_blocks(ck.shape[1] * d, d, config.selection_block_size)
-
-
 def candidates(
     i: Tensor, c: Tensor, num_ranked: int, documents: Documents | None, config: AttentionConfig
 ) -> Tensor:
@@ -460,30 +414,31 @@ def candidates(
     return candidate
 
 
-def block_scores(queries: RankedQueries, config: AttentionConfig) -> tuple[Tensor, Tensor]:
-    """Scores [b r t c] of n blocks or more, in fp32 or better (in bf16 half of them would tie), and
-    which blocks are candidates, [b|1 1 t c]."""
-    leaves: Any = (
-        None if t is None else t.to(torch.promote_types(t.dtype, torch.float32))
-        for t in (queries.q, queries.ck, queries.mem_k, queries.sinks)
-    )
-    q, ck, mem_k, sinks = leaves
-    n = config.num_selected_blocks
+def block_scores(call: Call, i: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """Scores [b r t c] of n blocks or more, in fp32 or better (in bf16 half of them would tie), for
+    the queries q [b t h d] of a call, at positions i [b|1 t]; and which blocks are candidates,
+    [b|1 1 t c]."""
+    q, ck, mem_k, sinks = upcast(call.q, call.ck, call.mem_k, call.sinks)
+    W, n, d, s = ck.shape[1], config.num_selected_blocks, config.d, config.selection_block_size
+    if config.causal:
+        num_ranked = blocks.num_complete_blocks(W * d, d, s)
+    else:
+        num_ranked = free_size(blocks.num_blocks(call.seq_len, s))
     # a compiled graph runs other lengths, so it always appends n columns
-    missing = n if torch.compiler.is_compiling() else max(0, n - queries.num_ranked)
-    c = torch.arange(queries.num_ranked + missing, device=q.device)
-    visible = visible_windows(queries.i, ck.shape[1], config.d, config.causal, queries.documents)
+    missing = n if torch.compiler.is_compiling() else max(0, n - num_ranked)
+    c = torch.arange(num_ranked + missing, device=q.device)
+    visible = visible_windows(i, W, d, config.causal, call.documents)
+    sinks = None if sinks is None else sinks[0]
     with no_autocast(q.device.type):
         values = importance_scores(q, ck, mem_k, visible, c, config, sinks)
-    candidate = candidates(queries.i, c, queries.num_ranked, queries.documents, config)
-    return values, candidate[:, None]
+    return values, candidates(i, c, num_ranked, call.documents, config)[:, None]
 
 
-def rank(queries: RankedQueries, config: AttentionConfig) -> Tensor:
+def rank(call: Call, i: Tensor, config: AttentionConfig) -> Tensor:
     """Block indices [b t r n] of the top-n candidates, best first, -1 for an empty slot. The
     earlier block wins a tie."""
     with torch.no_grad():
-        values, candidate = block_scores(queries, config)
+        values, candidate = block_scores(call, i, config)
         masked = values.masked_fill(~candidate, float("-inf"))
         order = masked.sort(dim=-1, descending=True, stable=True).indices
         order = order[..., : config.num_selected_blocks]
@@ -491,10 +446,10 @@ def rank(queries: RankedQueries, config: AttentionConfig) -> Tensor:
         return rearrange(order.to(torch.int32), "b r t n -> b t r n")
 
 
-def gate(queries: RankedQueries, block_indices: Tensor, config: AttentionConfig) -> Tensor:
+def gate(call: Call, i: Tensor, config: AttentionConfig, block_indices: Tensor) -> Tensor:
     """Gates [b t r n] of selected blocks: value 1, with the gradient of the block's score (`probs`)
     or of its softmax over the candidates and one constant logit of -1e3."""
-    values, candidate = block_scores(queries, config)
+    values, candidate = block_scores(call, i, config)
     if config.importance != "probs":
         values = F.pad(values.masked_fill(~candidate, float("-inf")), (1, 0), value=-1e3)
         values = values.softmax(dim=-1)[..., 1:]
@@ -522,44 +477,35 @@ def share(ranked: Tensor, group: Tensor, default: Tensor) -> Tensor:
     return torch.where(group[..., None, None] < 0, default, ranked[row, group.clamp(min=0)])
 
 
-def ranked_queries(call: Call, config: AttentionConfig) -> tuple[RankedQueries, Any, Any]:
-    """The queries that are ranked; with a stride also their rows [b t] and the group of each query
-    [b|1 i]."""
-    q, ck, documents, rows, group = call.q, call.ck, call.documents, None, None
-    i = query_positions(q, call.q_offset)
-    if config.selection_stride > 1:
-        start = i[:, :1]
-        q, i, group = leaders(q, i, config.selection_stride)
-        rows = (i - start).expand(q.shape[0], -1)
-        if documents is not None:
-            documents = Documents(*(bound.gather(1, rows) for bound in documents))
-    num_ranked = num_complete_blocks(ck, config)
-    if not config.causal:
-        num_ranked = free_size(blocks.num_blocks(call.seq_len, config.selection_block_size))
-    sinks = None if call.sinks is None else call.sinks[0]
-    queries = RankedQueries(q, ck, call.mem_k, sinks, i, documents, num_ranked, call.q_offset)
-    return queries, rows, group
+def ranked_queries(call: Call, config: AttentionConfig) -> tuple[Call, Tensor, Any, Any]:
+    """The call of the queries that are ranked, and their positions; with a stride also their rows
+    [b t] and the group of each query [b|1 i]."""
+    i = query_positions(call.q, call.q_offset)
+    if config.selection_stride == 1:
+        return call, i, None, None
+    start = i[:, :1]
+    q, i, group = leaders(call.q, i, config.selection_stride)
+    rows, documents = (i - start).expand(q.shape[0], -1), call.documents
+    if documents is not None:
+        documents = Documents(*(bound.gather(1, rows) for bound in documents))
+    return call.but(q=q, documents=documents), i, rows, group
 
 
 def selection_gates(
     call: Call, config: AttentionConfig, block_indices: Tensor, gate: Callable[..., Tensor] = gate
 ) -> Tensor:
-    """Straight-through gates of block indices [b i r n]; see `gate`. With a stride, scores are
-    those of each group's first query, and tokens whose group began before this call have gates
-    without gradient.
-
-    Returns:
-        Ones [b i r n], float32 (float64 for float64 inputs), with gradients for q, ck, mem_k and
-        sinks. Deterministic.
-    """
+    """Straight-through gates of block indices [b i r n]: ones of float32 (float64 for float64
+    inputs), with gradients for q, ck, mem_k and sinks; see `gate`. With a stride, scores are those
+    of each group's first query, and tokens whose group began before this call have gates without
+    gradient."""
     if block_indices.numel() == 0:
         dtype = torch.promote_types(call.q.dtype, torch.float32)
         return call.q.new_ones(block_indices.shape, dtype=dtype)
-    queries, rows, group = ranked_queries(call, config)
+    call, i, rows, group = ranked_queries(call, config)
     if group is None:
-        return gate(queries, block_indices, config)
+        return gate(call, i, config, block_indices)
     rows = rows[..., None, None].expand(-1, -1, *block_indices.shape[2:])
-    gates = gate(queries, block_indices.gather(1, rows), config)
+    gates = gate(call, i, config, block_indices.gather(1, rows))
     return share(gates, group, gates.new_ones(()))
 
 
@@ -571,8 +517,8 @@ def select_blocks(
     shape = *q.shape[:2], (call.ck if shared else q).shape[2], config.num_selected_blocks
     if 0 in shape:
         return torch.full(shape, -1, dtype=torch.int32, device=q.device)
-    queries, _, group = ranked_queries(call, config)
-    indices = rank(queries, config)
+    queries, i, _, group = ranked_queries(call, config)
+    indices = rank(queries, i, config)
     if group is None:
         return indices
     leader = call.leader_indices
