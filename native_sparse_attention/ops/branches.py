@@ -53,7 +53,7 @@ def attend(
             part = part.but(block_indices=block_indices, gates=gates)
         # flex_attention knows masks of the user
         name = "flex" if part.has_masks() else backend
-        outs.append(dispatch.attend_branch(name, part, config.but(branches=(branch,))))
+        outs.append(dispatch.MODULES[name].attend_branch(part, config.but(branches=(branch,))))
     if call.branch_gates is None:
         return outs[0], block_indices
     return reference.combine_branches(outs, call.branch_gates), block_indices
@@ -66,9 +66,9 @@ def rank(call: Call, config: AttentionConfig, backend: str) -> tuple[Tensor, Ten
         return call.q.new_empty(*call.q.shape[:2], heads, 0, dtype=torch.int32), None
     ranking = call.ranking(config.branches)
     if config.use_diff_topk:
-        block_indices = dispatch.select_blocks(backend, ranking, config)
+        block_indices = dispatch.MODULES[backend].select_blocks(ranking, config)
         return block_indices, chunked.selection_gates(ranking, config, block_indices)
-    return dispatch.select_blocks(backend, ranking, config), None
+    return dispatch.MODULES[backend].select_blocks(ranking, config), None
 
 
 # the selected branch alone
@@ -97,7 +97,7 @@ def attend_one_softmax(
             block_indices=indices[:, first - T :],
             gates=None if gates is None else gates[:, first - T :],
         )
-        out = dispatch.attend_branch(backend, part, config)
+        out = dispatch.MODULES[backend].attend_branch(part, config)
     if isinstance(is_dense, Tensor):
         dense = attend_window(call, config, backend, config.dense_length)
         # contiguous: no guard on the strides of an exported graph
@@ -158,5 +158,5 @@ def attend_window(call: Call, config: AttentionConfig, backend: str, w: int) -> 
     """The call of the selected branch as one of a window of w keys."""
     part = call.branch("selected", config.branches)
     config = config.but(branches=("window",), sliding_window_size=w)
-    out: Tensor = dispatch.attend_branch(backend, part, config)
+    out: Tensor = dispatch.MODULES[backend].attend_branch(part, config)
     return out

@@ -39,8 +39,8 @@ class Call(NamedTuple):
 
     def has_masks(self) -> bool:
         """Whether flex masks of the user are given."""
-        masks = self.sliding_window_flex_mask, self.fine_selection_flex_mask
-        return any(mask is not None for mask in masks)
+        window, fine = self.sliding_window_flex_mask, self.fine_selection_flex_mask
+        return window is not None or fine is not None
 
     def but(self, **values: Any) -> Call:
         """The same call with other values."""

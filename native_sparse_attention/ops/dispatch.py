@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from ..checks import check_choice, describe
+from ..checks import BACKENDS, check_choice, describe
 from ..config import AttentionConfig
 from . import chunked, flex
-from .call import Call
 from .triton import backend as triton_backend
 
+# Each has `attend_branch`, the attention [B T H E] of one branch of a checked call, and on request
+# its log-sum-exp; and `select_blocks`, block indices [B T R n]. flex ranks in eager PyTorch.
 MODULES: dict[str, Any] = dict(triton=triton_backend, flex=flex, eager=chunked)
 
 
@@ -36,7 +35,7 @@ def choose(backend: Any, op: str, call: Any, config: AttentionConfig) -> str:
         raise ValueError("backend must be a name or a tuple of at least one, got ()")
     reasons = {}
     for name in names:
-        check_choice("backend", name, MODULES)
+        check_choice("backend", name, MODULES if isinstance(backend, tuple) else BACKENDS)
         reasons[name] = [] if name == "eager" else MODULES[name].why_not(op, call, config)
         if not reasons[name]:
             return name
@@ -45,17 +44,3 @@ def choose(backend: Any, op: str, call: Any, config: AttentionConfig) -> str:
         for name, why in reasons.items()
     )
     raise NotImplementedError(f"{message}. Use backend='auto' to fall back.")
-
-
-def attend_branch(
-    backend: str, call: Call, config: AttentionConfig, return_lse: bool = False
-) -> Any:
-    """The attention [B T H E] of one branch of a checked call, and on request its log-sum-exp."""
-    return MODULES[backend].attend_branch(call, config, return_lse)
-
-
-def select_blocks(backend: str, call: Call, config: AttentionConfig) -> Tensor:
-    """Block indices [B T R n]. flex has no ranking: it is that of eager PyTorch."""
-    module = MODULES["eager" if backend == "flex" else backend]
-    indices: Tensor = module.select_blocks(call, config)
-    return indices

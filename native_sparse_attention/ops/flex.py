@@ -27,6 +27,7 @@ from ..masks.nsa import (
 )
 from ..masks.scores import soft_cap as soft_cap_mod
 from .call import Call
+from .chunked import select_blocks as select_blocks
 from .reference import prepend_memory, upcast
 from .triton.operator import needs_gradient
 

@@ -121,8 +121,9 @@ def check_tensors(
         name = "block_indices" if "block_indices" in tensors else "cq"
         raise ValueError(f"{name} must have K={K} or H={H} heads, got {R}")
     check_same(**{name: t for name, t in tensors.items() if name not in DTYPES})
-    for name, dtypes in DTYPES.items():
-        check_tensor(name, tensors.get(name), dtypes, device)
+    for name in tensors:
+        if name in DTYPES:
+            check_tensor(name, tensors[name], DTYPES[name], device)
     check_tensor("sinks", call.sinks, FLOAT_DTYPES, device, (number, H) if is_layer else (H,))
     check_groups(H, K, (dims["T"], dims.get("S", dims.get("W", 0))))
     if call.cv is not None:
@@ -159,13 +160,14 @@ def checked(call: Call, config: AttentionConfig, is_layer: bool = True) -> Call:
             f"leader_indices must be given where q_offset={offset} is not a multiple of "
             f"selection_stride={stride}: the first query's group was ranked before"
         )
-    ignored = dict(documents=call.documents, sinks=call.sinks, soft_cap=config.soft_cap)
-    unknown = [name for name, value in ignored.items() if value is not None]
-    if call.has_masks() and unknown:
-        raise ValueError(
-            "sliding_window_flex_mask and fine_selection_flex_mask must be None with "
-            f"{unknown[0]}, which they know nothing of"
-        )
+    if call.has_masks():
+        others = dict(documents=call.documents, sinks=call.sinks, soft_cap=config.soft_cap)
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(
+                    "sliding_window_flex_mask and fine_selection_flex_mask must be None with "
+                    f"{name}, which they know nothing of"
+                )
     sinks = call.sinks if is_layer or call.sinks is None else call.sinks[None]
     return call.but(q_offset=offset, sinks=sinks, seq_len=S)
 
@@ -186,7 +188,7 @@ def attend(op: str, call: Call, config: AttentionConfig, backend: Any, return_ls
     return_lse = check_bool("return_lse", return_lse)
     call = checked(call, config, is_layer=False).branch(config.branches[0], config.branches)
     name = dispatch.choose(backend, op, call, config)
-    return dispatch.attend_branch(name, call, config, return_lse)
+    return dispatch.MODULES[name].attend_branch(call, config, return_lse)
 
 
 # operations
@@ -425,7 +427,7 @@ def select_blocks(
     call = checked(call, config, is_layer=False)
     # flex_attention cannot rank
     name = dispatch.choose("eager" if backend == "flex" else backend, "select_blocks", call, config)
-    indices = dispatch.select_blocks(name, call, config)
+    indices = dispatch.MODULES[name].select_blocks(call, config)
     return (indices, selection_gates(call, config, indices)) if return_gates else indices
 
 

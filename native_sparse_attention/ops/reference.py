@@ -132,10 +132,7 @@ def attend(
     out = rearrange(out, "b k g i e -> b i (k g) e")
     if not return_lse:
         return out
-    if sim.shape[-1] == 0:
-        lse = sim.new_full(sim.shape[:-1], float("-inf"))
-    else:
-        lse = sim.logsumexp(dim=-1).masked_fill(~mask.any(dim=-1), float("-inf"))
+    lse = sim.logsumexp(dim=-1).masked_fill(~mask.any(dim=-1), float("-inf"))
     return out, rearrange(lse, "b k g i -> b i (k g)")
 
 
