@@ -116,9 +116,6 @@ def nsa_kv_cache_windows(
     store_rows(v_out, row * E, tl.where(is_new[:, None], new_tile, tile), E, BLOCK_E, u < l)
 
 
-# launches
-
-
 def starts(lengths: Tensor, counts: Tensor | None, tokens: int, max_length: int) -> Tensor:
     """The lengths [B] in int64. The device asserts that `counts` of `tokens` new ones fit."""
     out, B = lengths.new_empty(lengths.shape, dtype=torch.int64), len(lengths)

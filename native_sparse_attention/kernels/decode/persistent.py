@@ -31,36 +31,9 @@ from ..common.launch import cdiv, next_power_of_2
 from ..common.precompile import launcher
 from ..common.primitives import candidates_end, load_rows, soft_capped, softmax_step
 from ..common.tile_configs import MAX_COLUMN_N
-from ..topk.topn import (
-    NO_BLOCK,
-    NO_KEY,
-    NO_SCORE,
-    finish,
-    fold,
-    permute_blocks,
-    start,
-)
-from . import read_all
+from ..topk import topn
+from . import read_all, step
 from .kv_cache import cache_offsets, load_page, slot_offsets
-from .step import (
-    COUNTERS,
-    NEVER,
-    SETTINGS,
-    TENSORS,
-    Plan,
-    Shape,
-    arrive,
-    block_scores,
-    block_sort_keys,
-    load_gates,
-    reduce_partials,
-    settings_of,
-    shape_of,
-    store_partial,
-    tensor_arguments,
-    tuple_type,
-    wait,
-)
 
 # counters of a sequence and KV head: programs that have finished a stage, and reduce programs that
 # have passed their waits
@@ -71,64 +44,49 @@ SCORES_DONE, PROBS_DONE, RANKING_DONE, BLOCKS_DONE, REDUCE_STARTED = (
 # heads of a KV head, or one logit per query head
 SCORES_NONE, SCORES_SUM, SCORES_PER_HEAD = (tl.constexpr(i) for i in range(3))
 
-# numbers of a step: tensor sizes, and splits of the stages. The windows have CMP_SPLITS splits for
-# each of TILES query tiles, of which CMP_PARTIALS give partial results; their probabilities have
-# PROB_SPLITS. The sliding window has WINDOW_SPLITS splits of WINDOW_SPLIT_BLOCKS blocks, the
-# selected branch SELECTED_SPLITS of SELECTED_SPLIT_BLOCKS. RANK_PROGRAMS rank a token's blocks
+# tensor sizes, and splits of the stages. The windows have CMP_SPLITS splits for each of TILES query
+# tiles, of which CMP_PARTIALS give partial results. The sliding window has WINDOW_SPLITS splits of
+# WINDOW_SPLIT_BLOCKS blocks, the selected branch SELECTED_SPLITS. A token has RANK_PROGRAMS
 NUMBERS = (
     "B T W MEMORY TILES CMP_SPLITS CMP_PARTIALS PROB_SPLITS WINDOW_SPLITS WINDOW_SPLIT_BLOCKS "
     "SELECTED_SPLITS SELECTED_SPLIT_BLOCKS REDUCE_PROGRAMS RANK_PROGRAMS SCORE_COLUMNS"
 )
-Call = tuple_type("Call", TENSORS + NUMBERS)
-# compile-time settings of this kernel. BLOCK_WINDOWS: with importance="max", the windows of a
-# block, whose largest score is stored; else 0
-Settings = tuple_type(
-    "Settings",
-    SETTINGS + "PADDED_G BLOCK_M BLOCK_N BLOCK_G BLOCK_W BLOCK_KEYS STAGES BLOCK_STAGES "
-    "PADDED_CMP_SPLITS PADDED_SPLITS PADDED_SPLIT_BLOCKS REDUCE_ROWS REDUCE_COLUMNS RANK_CHUNKS "
-    "RANK_N RANK_COLUMNS RANK_DEPTH RANK_MERGE_N RANK_SPLIT_BLOCKS RANK_SPLIT_CHUNKS RANK_COMPARED "
-    "PADDED_TOPN SELECTED_BLOCKS TAIL_SIZE SCORE_MODE BLOCK_WINDOWS FUSE_LOCAL SEPARATE_WINDOW "
-    "WARMUP ONE_SOFTMAX",
-)
+Call = step.tuple_type("Call", step.TENSORS + NUMBERS)
 
 
 @triton.jit
 def first_phase(counter, programs, WARMUP: tl.constexpr):
-    """The phase in which a program starts: 1 (wait, then work), or 0 to warm up first, with WARMUP
-    and if it would have to wait now. Phase 0 executes the code that follows the wait with all loads
-    and stores masked, which loads the instructions into the instruction cache."""
+    """The phase in which a program starts: 1 (wait, then work), or with WARMUP, if it would have to
+    wait now, 0: it first executes the code that follows the wait with all loads and stores masked,
+    which loads the instructions into the instruction cache."""
     phase = 1
     if WARMUP:
         phase = (tl.atomic_add(counter, 0, sem="relaxed") >= programs).to(tl.int32)
     return phase
 
 
-# windows
-
-
 @triton.jit
-def store_scores(scores, row, x, n0, n, num_windows, valid, BLOCK_WINDOWS: tl.constexpr):
-    """Write scores x [M, N] of windows n to rows of `scores`; with BLOCK_WINDOWS the largest of
-    each block."""
+def store_scores(call, row, x, n0, n, num_windows, valid, BLOCK_WINDOWS: tl.constexpr):
+    """Write scores x [M, N] of windows n; with BLOCK_WINDOWS the largest of each block."""
+    scores = call.work.scores + row[:, None] * call.SCORE_COLUMNS
     if BLOCK_WINDOWS > 0:
         M: tl.constexpr = x.shape[0]
         N: tl.constexpr = x.shape[1]
-        x = tl.where((n < num_windows)[None], x, NO_SCORE)
+        x = tl.where((n < num_windows)[None], x, topn.NO_SCORE)
         x = tl.max(tl.reshape(x, [M, N // BLOCK_WINDOWS, BLOCK_WINDOWS]), 2)
         c = n0 // BLOCK_WINDOWS + tl.arange(0, N // BLOCK_WINDOWS)
         is_block = c * BLOCK_WINDOWS < num_windows
-        tl.store(scores + row[:, None] + c[None], x, mask=valid[:, None] & is_block[None])
+        tl.store(scores + c[None], x, mask=valid[:, None] & is_block[None])
     else:
         mask = valid[:, None] & (n < num_windows)[None]
-        tl.store(scores + row[:, None] + n[None], x, mask=mask)
+        tl.store(scores + n[None], x, mask=mask)
 
 
 @triton.jit
 def compressed_split(call, split, tile, b, h, F: tl.constexpr):
     """Attention of the compressed branch over one split of the windows, for one sequence, KV head
     and tile of BLOCK_M (token, query head) rows; split 0 also reads the memory. Writes the partial
-    result (not with ONE_SOFTMAX) and, by SCORE_MODE, the scores of the windows; with BLOCK_WINDOWS
-    the largest score of so many windows of a block."""
+    result (not with ONE_SOFTMAX) and, by SCORE_MODE, the scores of the windows."""
     length = tl.load(call.cache.lengths + b).to(tl.int32)
     TOKENS: tl.constexpr = F.BLOCK_M // F.PADDED_G
     ATTEND: tl.constexpr = not F.ONE_SOFTMAX
@@ -139,7 +97,7 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
     q_offsets = b * call.cq.b + t.to(tl.int64) * call.cq.n + (h * F.G + g) * call.cq.h
     q_tile = load_rows(call.cq.ptr, q_offsets, F.D, F.BLOCK_D, valid)
 
-    m = tl.full([F.BLOCK_M], NO_SCORE, tl.float32)
+    m = tl.full([F.BLOCK_M], topn.NO_SCORE, tl.float32)
     l = tl.full([F.BLOCK_M], 0.0, tl.float32)
     acc = tl.full([F.BLOCK_M, F.BLOCK_E], 0.0, tl.float32)
     if ATTEND and split == 0:
@@ -152,7 +110,7 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
             x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * call.scale_log2
             if F.CAP:
                 x = soft_capped(x, call.cap)
-            x = tl.where((n < call.MEMORY)[None], x, NO_SCORE)
+            x = tl.where((n < call.MEMORY)[None], x, topn.NO_SCORE)
             acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
 
     # windows past it may be unwritten
@@ -177,26 +135,21 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
         if F.CAP:
             x = soft_capped(x, call.cap)
         if F.SCORE_MODE == SCORES_SUM:
-            head_sum = tl.sum(tl.reshape(logits, [TOKENS, F.PADDED_G, F.BLOCK_N]), 1)
+            score = tl.sum(tl.reshape(logits, [TOKENS, F.PADDED_G, F.BLOCK_N]), 1)
             token = tile * TOKENS + tl.arange(0, TOKENS)
-            score_row = ((b * call.T + token) * call.heads.K + h) * call.SCORE_COLUMNS
-            store_scores(
-                call.work.scores, score_row, head_sum, n0, n, num_windows, token < call.T,
-                F.BLOCK_WINDOWS,
-            )  # fmt: skip
+            score_row, is_row = (b * call.T + token) * call.heads.K + h, token < call.T
         elif F.SCORE_MODE == SCORES_PER_HEAD:
-            score_row = ((b * call.T + t) * (call.heads.K * F.G) + h * F.G + g) * call.SCORE_COLUMNS
-            score = x if F.PROBS else logits
-            store_scores(
-                call.work.scores, score_row, score, n0, n, num_windows, valid, F.BLOCK_WINDOWS
-            )
+            score, is_row = x if F.PROBS else logits, valid
+            score_row = (b * call.T + t) * (call.heads.K * F.G) + h * F.G + g
+        if F.SCORE_MODE != SCORES_NONE:
+            store_scores(call, score_row, score, n0, n, num_windows, is_row, F.BLOCK_WINDOWS)
         if ATTEND:
-            x = tl.where(n[None] < window_end[:, None], x, NO_SCORE)
+            x = tl.where(n[None] < window_end[:, None], x, topn.NO_SCORE)
             acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
 
     if ATTEND:
         out_row = ((split * call.B + b) * call.T + t) * (call.heads.K * F.G) + h * F.G + g
-        store_partial(call, out_row, acc, m, l, valid, F)
+        step.store_partial(call, out_row, acc, m, l, valid, F)
 
 
 @triton.jit
@@ -211,16 +164,16 @@ def window_probabilities(call, ready, producers, split, b, r, t, F: tl.constexpr
     g = tl.arange(0, F.PADDED_G // F.RANKS_PER_KV)
     row, valid = token * GROUP + g, g < GROUP
     cmp_split = tl.arange(0, F.PADDED_CMP_SPLITS)
-    wait(ready, producers)
+    step.wait(ready, producers)
     mask = (cmp_split < call.CMP_SPLITS)[:, None] & valid[None]
     split_stride = call.B * call.T * call.heads.H
     lse_ptr = call.work.partial_lse + cmp_split[:, None] * split_stride + row[None]
-    split_lse = tl.load(lse_ptr, mask=mask, other=NO_SCORE)
+    split_lse = tl.load(lse_ptr, mask=mask, other=topn.NO_SCORE)
     m = tl.max(split_lse, 0)
     if F.SINKS:
         sink = tl.load(call.sinks + r * GROUP + g, mask=valid, other=0.0) * 1.4426950408889634
         m = tl.maximum(m, sink)
-    m = tl.where(m == NO_SCORE, 0.0, m)
+    m = tl.where(m == topn.NO_SCORE, 0.0, m)
     denominator = tl.sum(tl.exp2(split_lse - m[None]), 0)
     if F.SINKS:
         denominator += tl.exp2(sink - m)
@@ -231,13 +184,10 @@ def window_probabilities(call, ready, producers, split, b, r, t, F: tl.constexpr
         n = n0 + tl.arange(0, F.BLOCK_W)
         visible = valid[:, None] & (n < window_end)[None]
         logits = tl.load(
-            call.work.scores + row[:, None] * call.W + n[None], mask=visible, other=NO_SCORE
+            call.work.scores + row[:, None] * call.W + n[None], mask=visible, other=topn.NO_SCORE
         )
         p = tl.where(visible, tl.exp2(logits - lse[:, None]), 0.0)
         tl.store(call.work.importances + token * call.W + n, tl.sum(p, 0), mask=n < window_end)
-
-
-# ranking
 
 
 @triton.jit
@@ -245,21 +195,21 @@ def best_blocks(
     scores, end, window_end, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
-    """The top-n [1, PADDED_TOPN] of blocks INITIAL .. end - 1, and whether it must be redone. The
-    scores of CHUNKS chunks are loaded before the first chunk is merged."""
-    candidates = start(1, F.PADDED_TOPN, COLUMNS, DEPTH)
+    """The top-n [1, PADDED_TOPN] of blocks INITIAL .. end - 1, and whether it must be redone. All
+    CHUNKS chunks are loaded before the first is merged."""
+    candidates = topn.start(1, F.PADDED_TOPN, COLUMNS, DEPTH)
     for c0 in range(F.INITIAL // (CHUNKS * BLOCK_N) * (CHUNKS * BLOCK_N), end, CHUNKS * BLOCK_N):
         tiles = ()
         for i in tl.static_range(CHUNKS):
-            c = permute_blocks(c0 + i * BLOCK_N + tl.arange(0, BLOCK_N), COLUMNS)
+            c = topn.permute_blocks(c0 + i * BLOCK_N + tl.arange(0, BLOCK_N), COLUMNS)
             is_candidate = (c >= F.INITIAL) & (c < end)
             clamped = tl.where(is_candidate, c, F.INITIAL)
-            score = block_scores(scores, clamped, window_end, F)
-            tiles += (tl.where(is_candidate, score, NO_SCORE)[None],)
+            score = step.block_scores(scores, clamped, window_end, F)
+            tiles += (tl.where(is_candidate, score, topn.NO_SCORE)[None],)
         for i in tl.static_range(CHUNKS):
-            c = permute_blocks(c0 + i * BLOCK_N + tl.arange(0, BLOCK_N), COLUMNS)
-            candidates = fold(candidates, tiles[i], c, COLUMNS)
-    return finish(candidates, F.TOPN, F.PADDED_TOPN, COLUMNS)
+            c = topn.permute_blocks(c0 + i * BLOCK_N + tl.arange(0, BLOCK_N), COLUMNS)
+            candidates = topn.fold(candidates, tiles[i], c, COLUMNS)
+    return topn.finish(candidates, F.TOPN, F.PADDED_TOPN, COLUMNS)
 
 
 @triton.jit
@@ -273,25 +223,25 @@ def write_block_indices(ranking, call, row, tail_slot, tail_topn, F: tl.constexp
 
 @triton.jit
 def count_better(token_scores, call, row, all_end, window_end, split, phase, F: tl.constexpr):
-    """Write those of RANK_SPLIT_BLOCKS blocks that are among the top n. The number of better blocks
-    is a block's position in the ranking."""
+    """Write those of RANK_SPLIT_BLOCKS blocks that are among the top n, at the number of better
+    ones."""
     CHUNKS: tl.constexpr = F.RANK_SPLIT_CHUNKS
     COMPARED: tl.constexpr = F.RANK_COMPARED
     c = split * F.RANK_SPLIT_BLOCKS + tl.arange(0, F.RANK_SPLIT_BLOCKS)
     slot = tl.arange(0, F.PADDED_TOPN)
     end = tl.where(phase == 1, all_end, 0)
-    split_keys, rounds = tl.full([F.RANK_SPLIT_BLOCKS], NO_KEY, tl.int64), 1
+    split_keys, rounds = tl.full([F.RANK_SPLIT_BLOCKS], topn.NO_KEY, tl.int64), 1
     # a loop of one iteration: the compiler computes the result of a `while` once, and not again for
     # each layout in which it is used
     while rounds > 0:
-        split_keys = block_sort_keys(token_scores, c, end, window_end, F)
+        split_keys = step.block_sort_keys(token_scores, c, end, window_end, F)
         rounds -= 1
     better = tl.full([F.RANK_SPLIT_BLOCKS], 0, tl.int32)
     for c0 in range(0, tl.maximum(end, 1), CHUNKS * COMPARED):
         chunks = ()
         for i in tl.static_range(CHUNKS):
             peers = c0 + i * COMPARED + tl.arange(0, COMPARED)
-            chunks += (block_sort_keys(token_scores, peers, end, window_end, F),)
+            chunks += (step.block_sort_keys(token_scores, peers, end, window_end, F),)
         for i in tl.static_range(CHUNKS):
             better += tl.sum((chunks[i][:, None] > split_keys[None]).to(tl.int32), 0)
     is_best = (c >= F.INITIAL) & (c < end) & (better < F.TOPN)
@@ -304,9 +254,8 @@ def count_better(token_scores, call, row, all_end, window_end, split, phase, F: 
 @triton.jit
 def rank_blocks(scores, call, ready, producers, split, b, r, t, F: tl.constexpr):
     """Rank the blocks of token t for ranking head r; with RANK_SPLIT_BLOCKS, so many of them
-    against all. If the token leads its group, the program writes the top-n blocks for all tokens of
-    the group to `block_indices` and the ranking tail. If the leader precedes the new tokens, it
-    copies the leader's ranking from the tail."""
+    against all. A token that leads its group writes the top-n blocks for all tokens of the group to
+    `block_indices` and the ranking tail; a leader before the new tokens has left its own there."""
     MODULO: tl.constexpr = F.TAIL_SIZE if F.TAIL_SIZE > 0 else 1
     length = tl.load(call.cache.lengths + b).to(tl.int32)
     count = tl.load(call.cache.counts + b).to(tl.int32) if F.HAS_COUNTS else call.T
@@ -315,11 +264,11 @@ def rank_blocks(scores, call, ready, producers, split, b, r, t, F: tl.constexpr)
     leader = position // F.STRIDE * F.STRIDE
     if (leader == position) & (t < count):
         window_end = tl.minimum(position // F.PITCH, call.SCORE_COLUMNS)
-        end = candidates_end(position, NEVER, F.RANKED_LOCAL, F.PITCH, F.s, True)
+        end = candidates_end(position, step.NEVER, F.RANKED_LOCAL, F.PITCH, F.s, True)
         token_scores = scores + row * call.SCORE_COLUMNS
         for phase in range(first_phase(ready, producers, F.WARMUP), 2):
             if phase == 1:
-                wait(ready, producers)
+                step.wait(ready, producers)
             if F.RANK_SPLIT_BLOCKS > 0:
                 count_better(token_scores, call, row, end, window_end, split, phase, F)
             else:
@@ -332,7 +281,8 @@ def rank_blocks(scores, call, ready, producers, split, b, r, t, F: tl.constexpr)
                         ranking, missed = best_blocks(
                             token_scores, end, window_end, 1, F.RANK_MERGE_N, 0, 0, F
                         )
-                ranking = tl.reshape(tl.where(ranking == NO_BLOCK, -1, ranking), [F.PADDED_TOPN])
+                ranking = tl.where(ranking == topn.NO_BLOCK, -1, ranking)
+                ranking = tl.reshape(ranking, [F.PADDED_TOPN])
                 for j in range(F.STRIDE):
                     if (t + j < call.T) & (phase == 1):
                         out_row = row + j * call.heads.RANKS
@@ -347,20 +297,14 @@ def rank_blocks(scores, call, ready, producers, split, b, r, t, F: tl.constexpr)
         write_block_indices(ranking, call, row, tail_slot, F.TOPN, F)
 
 
-# KV blocks
-
-
 @triton.jit
 def block_split(call, ready, producers, split, b, r, t, F: tl.constexpr):
     """Attention of the window or of the selected branch over one split of the KV blocks, for token
     t and the GROUP query heads of ranking head r; BLOCK_KEYS keys at a time.
 
-    The first WINDOW_SPLITS splits cover the blocks that overlap the window, WINDOW_SPLIT_BLOCKS
-    each. The others cover the SELECTED_BLOCKS blocks of the selected branch, SELECTED_SPLIT_BLOCKS
-    each: TOPN ranked blocks, then the initial and the local ones; they wait for the ranking.
-
-    With FUSE_LOCAL both branches have the same keys and the window covers the local blocks. The
-    last window split then covers the local blocks and counts for both branches."""
+    The first WINDOW_SPLITS splits cover the blocks that overlap the window. The others wait for the
+    ranking and cover TOPN ranked blocks, then the initial and the local ones. With FUSE_LOCAL the
+    window covers the local blocks: its last split holds these and counts for both branches."""
     GROUP: tl.constexpr = F.G // F.RANKS_PER_KV
     h = r // F.RANKS_PER_KV
     is_window = split < call.WINDOW_SPLITS
@@ -407,7 +351,7 @@ def block_split(call, ready, producers, split, b, r, t, F: tl.constexpr):
         if F.TOPN > 0:  # noqa: SIM102
             if not is_window:
                 if phase == 1:
-                    wait(ready, producers)
+                    step.wait(ready, producers)
                 index_row = (b * call.T + t) * call.heads.RANKS + r
                 index_ptr = call.work.block_indices + index_row * F.TOPN + index
                 is_ranked = (i < split_blocks) & (index < F.TOPN) & (phase == 1)
@@ -422,7 +366,7 @@ def block_split(call, ready, producers, split, b, r, t, F: tl.constexpr):
         clamped_block = tl.maximum(tl.minimum(split_block, own_block), 0)
         block_pages = load_page(clamped_block * F.s, b, call.cache, F.PAGE_SIZE)
 
-        m = tl.full([F.BLOCK_G], NO_SCORE, tl.float32)
+        m = tl.full([F.BLOCK_G], topn.NO_SCORE, tl.float32)
         l_sum = tl.full([F.BLOCK_G], 0.0, tl.float32)
         acc = tl.full([F.BLOCK_G, F.BLOCK_E], 0.0, tl.float32)
         num_blocks = tl.where(phase == 1, split_blocks, BLOCKS_PER_TILE)
@@ -442,13 +386,10 @@ def block_split(call, ready, producers, split, b, r, t, F: tl.constexpr):
             x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * call.scale_log2
             if F.CAP:
                 x = soft_capped(x, call.cap)
-            x = tl.where(visible[None], x, NO_SCORE)
+            x = tl.where(visible[None], x, topn.NO_SCORE)
             acc, m, l_sum = softmax_step(x, v_tile, acc, m, l_sum, "ieee")
         out_mask = valid & (phase == 1)
-        store_partial(call, out_row, acc, m, l_sum, out_mask, F)
-
-
-# the kernel
+        step.store_partial(call, out_row, acc, m, l_sum, out_mask, F)
 
 
 @triton.jit
@@ -463,12 +404,9 @@ def split_and_token(program, splits, T, RANKS):
 def reduce_and_combine(
     call, ready, producers, reduce_started, reduce_tile, b, h, F: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the partial results: `out = g_cmp cmp + g_sel sel + g_win win`, or `out = sel` with
-    ONE_SOFTMAX.
-
-    A program owns REDUCE_ROWS (token, query head) rows of one sequence and KV head, and
-    REDUCE_COLUMNS features of them. With FUSE_LOCAL the last window split counts for the selected
-    branch too. Returns how many programs had passed their waits before."""
+    """Reduce the partial results of REDUCE_ROWS (token, query head) rows of one sequence and KV
+    head, REDUCE_COLUMNS features: `out = g_cmp cmp + g_sel sel + g_win win`, or `out = sel` with
+    ONE_SOFTMAX. Returns how many programs had passed their waits before."""
     COLUMN_TILES: tl.constexpr = (F.E + F.REDUCE_COLUMNS - 1) // F.REDUCE_COLUMNS
     i = reduce_tile // COLUMN_TILES * F.REDUCE_ROWS + tl.arange(0, F.REDUCE_ROWS)[:, None]
     e = tl.arange(0, F.REDUCE_COLUMNS)
@@ -477,16 +415,16 @@ def reduce_and_combine(
     row, split = (b * call.T + t) * call.heads.H + head, tl.arange(0, F.PADDED_SPLITS)
     first_selected = call.CMP_PARTIALS + call.WINDOW_SPLITS
     partial_row = split.to(tl.int64)[None] * call.B * call.T * call.heads.H + row
-    branch_gates = load_gates(call, b, t, head, valid, F.ONE_SOFTMAX)
+    branch_gates = step.load_gates(call, b, t, head, valid, F.ONE_SOFTMAX)
     is_cmp = split < call.CMP_PARTIALS
     is_sel = split >= (first_selected - 1 if F.FUSE_LOCAL else first_selected)
     is_win, started_before = (split >= call.CMP_PARTIALS) & (split < first_selected), 0
     for phase in range(first_phase(ready, producers, F.WARMUP), 2):
         if phase == 1:
-            wait(ready, producers)
+            step.wait(ready, producers)
         mask = valid & (split < first_selected + call.SELECTED_SPLITS)[None] & (phase == 1)
-        started_before = reduce_partials(
-            call, partial_row, mask, is_cmp, is_sel, is_win, branch_gates, row, b, t, head,
+        started_before = step.reduce_partials(
+            call, partial_row, mask, (is_cmp, is_sel, is_win), branch_gates, row, b, t, head,
             call.heads.H, e, valid, reduce_started, phase, F,
         )  # fmt: skip
     return started_before
@@ -499,11 +437,9 @@ def nsa_decode_persistent(
     WINDOW_SPLIT_BLOCKS, SELECTED_SPLITS, SELECTED_SPLIT_BLOCKS, REDUCE_PROGRAMS, RANK_PROGRAMS,
     SCORE_COLUMNS, F: tl.constexpr,
 ):  # fmt: skip
-    """One decode step: T new tokens of B sequences attend over a KV cache.
-
-    A program owns one work tile of one stage, for a sequence and KV head or for a token and ranking
-    head. Stages are in the order of program ids, so a program waits only for programs with smaller
-    ids. The last reduce program resets the counters to zero."""
+    """One decode step: T new tokens of B sequences attend over a KV cache. A program owns one work
+    tile of one stage, for a sequence and KV head or for a token and ranking head; stages are in the
+    order of program ids. The last reduce program resets the counters to zero."""
     call = Call(
         cq, q, k, v, window_k, window_v, ck, cv, mem_k, mem_v, gates, sinks, cache, work, out,
         heads, scale_log2, cap, B, T, W, MEMORY, TILES, CMP_SPLITS, CMP_PARTIALS, PROB_SPLITS,
@@ -521,17 +457,17 @@ def nsa_decode_persistent(
     if program < compressed_end:
         kv_index, tile = program // (TILES * CMP_SPLITS), program // CMP_SPLITS % TILES
         b, h = (kv_index // K).to(tl.int64), (kv_index % K).to(tl.int64)
-        barriers = counters + kv_index * COUNTERS
+        barriers = counters + kv_index * step.COUNTERS
         compressed_split(call, program % CMP_SPLITS, tile, b, h, F)
-        arrive(barriers + SCORES_DONE)
+        step.arrive(barriers + SCORES_DONE)
     elif program < probabilities_end:
         if F.PROBS:
             split, b, r, t = split_and_token(program - compressed_end, PROB_SPLITS, T, RANKS)
-            barriers = counters + (b * K + r // RANKS_PER_KV) * COUNTERS
+            barriers = counters + (b * K + r // RANKS_PER_KV) * step.COUNTERS
             window_probabilities(
                 call, barriers + SCORES_DONE, TILES * CMP_SPLITS, split, b, r, t, F
             )
-            arrive(barriers + PROBS_DONE)
+            step.arrive(barriers + PROBS_DONE)
     elif program < selected_splits_end:
         is_early = program < window_splits_end
         splits = tl.where(is_early, RANK_PROGRAMS + WINDOW_SPLITS, SELECTED_SPLITS)
@@ -539,7 +475,7 @@ def nsa_decode_persistent(
         stage_split, b, r, t = split_and_token(program - first_program, splits, T, RANKS)
         # negative for programs that rank; window splits come before selected ones
         split = stage_split + tl.where(is_early, -RANK_PROGRAMS, WINDOW_SPLITS)
-        barriers = counters + (b * K + r // RANKS_PER_KV) * COUNTERS
+        barriers = counters + (b * K + r // RANKS_PER_KV) * step.COUNTERS
         if F.TOPN > 0:  # noqa: SIM102
             if split < 0:
                 scores, ready = call.work.scores, barriers + SCORES_DONE
@@ -548,37 +484,34 @@ def nsa_decode_persistent(
                     scores, ready = call.work.importances, barriers + PROBS_DONE
                     producers = PROB_SPLITS * T * RANKS_PER_KV
                 rank_blocks(scores, call, ready, producers, stage_split, b, r, t, F)
-                arrive(barriers + RANKING_DONE)
+                step.arrive(barriers + RANKING_DONE)
         if split >= 0:
             producers = RANK_PROGRAMS * T * RANKS_PER_KV
             block_split(call, barriers + RANKING_DONE, producers, split, b, r, t, F)
-            arrive(barriers + BLOCKS_DONE)
+            step.arrive(barriers + BLOCKS_DONE)
     else:
         reduce_program = program - selected_splits_end
         reduce_tile, kv_index = reduce_program % REDUCE_PROGRAMS, reduce_program // REDUCE_PROGRAMS
         b, h = (kv_index // K).to(tl.int64), kv_index % K
-        barriers = counters + kv_index * COUNTERS
+        barriers = counters + kv_index * step.COUNTERS
         if F.TOPN == 0:
-            wait(barriers + SCORES_DONE, TILES * CMP_SPLITS)
+            step.wait(barriers + SCORES_DONE, TILES * CMP_SPLITS)
         producers = (WINDOW_SPLITS + SELECTED_SPLITS) * T * RANKS_PER_KV
         started_before = reduce_and_combine(
             call, barriers + BLOCKS_DONE, producers, barriers + REDUCE_STARTED, reduce_tile,
             b, h, F,
         )  # fmt: skip
         if started_before == REDUCE_PROGRAMS - 1:  # no program waits any more: reset the counters
-            tl.store(barriers + tl.arange(0, COUNTERS), 0)
+            tl.store(barriers + tl.arange(0, step.COUNTERS), 0)
 
-
-# launch
 
 # programs of a stage that fill a GPU, and splits at most
 TARGET_PROGRAMS, MAX_SPLITS = 396, 64
 # the most programs of a launch with warm-up phases: about as many as are resident on a GPU, two per
-# multiprocessor (the last ones to start would have to wait anyway); and the most programs of a
-# launch in which several programs rank the blocks of a token
+# multiprocessor; and of a launch in which several programs rank the blocks of a token
 MAX_RESIDENT, MAX_RESIDENT_RANKING = 340, 290
-# `count_better`: blocks per program (least, most), blocks that they are compared with at once,
-# and the most such chunks that are loaded together
+# `count_better`: blocks per program (least, most), blocks that they are compared with at once, and
+# such chunks that are loaded together
 RANK_SPLIT_BLOCKS, RANK_COMPARED, RANK_SPLIT_CHUNKS = (16, 32), 256, 4
 # `rank_blocks`: blocks of a chunk, each in a sorted column of this depth; blocks where columns are
 # merged anew; and the most chunks that are loaded together
@@ -610,7 +543,7 @@ def block_splits(
 
 
 @functools.lru_cache(maxsize=256)
-def plan(shape: Shape, config: AttentionConfig) -> Plan:
+def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
     """The launch of a step, so that each stage has about TARGET_PROGRAMS programs."""
     B, T, H, K, E, W = shape.B, shape.T, shape.H, shape.K, shape.E, shape.windows
     s, d, local = config.selection_block_size, config.d, config.num_local_blocks
@@ -618,7 +551,7 @@ def plan(shape: Shape, config: AttentionConfig) -> Plan:
     ranks = K if config.query_heads_share_selected_kv else H
     # with importance="max" the largest score of a block is stored
     per_block = s // d if config.importance == "max" and s > d else 0
-    settings = settings_of(shape, config, per_block)
+    settings = step.settings_of(shape, config, per_block)
     probs, block_s, w = settings["PROBS"], settings["BLOCK_S"], settings["w"]
     score_mode, score_heads = SCORES_SUM, K
     if n == 0:
@@ -684,7 +617,7 @@ def plan(shape: Shape, config: AttentionConfig) -> Plan:
         REDUCE_PROGRAMS=reduce_programs, RANK_PROGRAMS=rank_programs,
         SCORE_COLUMNS=cdiv(W, per_block) if per_block else W,
     )  # fmt: skip
-    constants = Settings(
+    constants = step.constants(
         **settings, PADDED_G=heads, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_G=launch.padded(H // ranks), BLOCK_W=BLOCK_W, BLOCK_KEYS=block_keys, STAGES=stages,
         BLOCK_STAGES=block_stages if block_keys <= 64 else 1,
@@ -700,7 +633,7 @@ def plan(shape: Shape, config: AttentionConfig) -> Plan:
         SCORE_MODE=score_mode.value, BLOCK_WINDOWS=per_block, FUSE_LOCAL=fuse_local,
         SEPARATE_WINDOW=shape.has_window, WARMUP=warmup, ONE_SOFTMAX=one_softmax,
     )  # fmt: skip
-    return Plan(
+    return step.Plan(
         nsa_decode_persistent, programs, partials, (score_heads, numbers["SCORE_COLUMNS"]),
         (ranks, W) if probs else None, (B, T, ranks, n), numbers | dict(F=constants, num_warps=4),
     )  # fmt: skip
@@ -711,11 +644,11 @@ def decode(call: DecodeInputs, config: AttentionConfig) -> Tensor:
     # kernels read rows at consecutive addresses, and integers contiguous
     readable: Any = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in call)
     call = DecodeInputs(*readable)
-    shape = shape_of(call)
+    shape = step.shape_of(call)
     out = call.q.new_empty(shape.B, shape.T, shape.H, shape.E)
     if out.numel() == 0:
         return out
-    step = read_all.plan(shape, config) or plan(shape, config)
-    arguments = tensor_arguments(call, step, config, out) | step.args
-    launcher(step.kernel, (step.programs,))(**arguments, num_stages=1)
+    launch_plan = read_all.plan(shape, config) or plan(shape, config)
+    arguments = step.tensor_arguments(call, launch_plan, config, out) | launch_plan.args
+    launcher(launch_plan.kernel, (launch_plan.programs,))(**arguments, num_stages=1)
     return out

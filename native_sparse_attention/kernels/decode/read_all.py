@@ -1,14 +1,10 @@
 """Decode kernel for a short cache: it reads every KV block before it knows which are selected.
 
-One launch runs two stages. Each program runs one of them:
-
-    write_partials        attention of a token over one tile of windows, of the memory, or of one or
-                          more KV blocks, and the scores of the windows
-    reduce_and_combine    the ranking of the blocks, then the reduction of the partial results of
-                          each branch, weighted by the gates
-
-The addresses that the first stage reads depend on no other program. The window covers only some
-keys of the boundary block, which has a second partial result for these keys.
+One launch runs two stages: `write_partials`, attention of a token over one tile of keys each and
+the scores of the windows; then `reduce_and_combine`, the ranking of the blocks and the reduction of
+the partial results of each branch, weighted by the gates. The addresses that the first stage reads
+depend on no other program. The window covers only some keys of the boundary block, which has a
+second partial result for these keys.
 """
 
 from __future__ import annotations
@@ -23,36 +19,14 @@ from ..common import launch
 from ..common.launch import cdiv, next_power_of_2
 from ..common.primitives import candidates_end, load_rows, soft_capped
 from ..topk.topn import NO_KEY, NO_SCORE
-from .step import (
-    COUNTERS,
-    NEVER,
-    SETTINGS,
-    TENSORS,
-    Plan,
-    Shape,
-    arrive,
-    block_sort_keys,
-    load_gates,
-    reduce_partials,
-    settings_of,
-    store_partial,
-    tuple_type,
-    wait,
-)
+from . import step
 
 # counters of a sequence and KV head: programs that have written window scores, programs that have
 # written partial results, and reduce programs that have passed their waits
 SCORES_DONE, PARTIALS_DONE, REDUCE_STARTED = (tl.constexpr(i) for i in range(3))
-
-
 # numbers of a step: tensor sizes, splits of the windows and of the memory, KV blocks of a sequence
 NUMBERS = "B W N MEMORY CMP_SPLITS MEM_SPLITS NUM_BLOCKS"
-Call = tuple_type("Call", TENSORS + NUMBERS)
-# compile-time settings of this kernel
-Settings = tuple_type(
-    "Settings",
-    SETTINGS + "T K BLOCK_G REDUCE_ROWS REDUCE_COLUMNS BLOCKS PARTIALS BLOCKS_PER_PROGRAM",
-)
+Call = step.tuple_type("Call", step.TENSORS + NUMBERS)
 
 
 @triton.jit
@@ -67,8 +41,7 @@ def write_partials(call, scores_ready, program, t, b, h, F: tl.constexpr):
     """Attention of token t and the G query heads of a KV head over one split of the keys: BLOCK_S
     windows, BLOCK_S memory keys, the boundary block of the window, or BLOCKS_PER_PROGRAM KV blocks,
     a partial result each. If blocks are ranked, the program writes the window scores [B T K W],
-    summed over the heads, and arrives at `scores_ready`. It computes its addresses without the
-    sequence length, except for pages and for the boundary block."""
+    summed over the heads, and arrives at `scores_ready`."""
     position = token_position(call, b, t, F.HAS_COUNTS)
     has_scores, block = program < call.CMP_SPLITS, program - call.CMP_SPLITS - call.MEM_SPLITS - 1
     is_cmp, is_boundary = block < -1, block == -1
@@ -136,7 +109,7 @@ def write_partials(call, scores_ready, program, t, b, h, F: tl.constexpr):
             if has_scores:
                 score_ptr = call.work.scores + ((b * F.T + t) * F.K + h) * call.W + n
                 tl.store(score_ptr, tl.sum(x, 0), mask=exists)
-                arrive(scores_ready)
+                step.arrive(scores_ready)
         if F.CAP:
             x = soft_capped(x, call.cap)
         x = tl.where(visible[None], x, NO_SCORE)
@@ -145,28 +118,26 @@ def write_partials(call, scores_ready, program, t, b, h, F: tl.constexpr):
         # unwritten values may be non-finite, which a probability of 0 does not mask
         v_tile = tl.where(visible[:, None], v_tile, 0.0)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
-        store_partial(call, out_row, acc, m, tl.sum(p, 1), valid, F)
+        step.store_partial(call, out_row, acc, m, tl.sum(p, 1), valid, F)
 
 
 @triton.jit
 def select_partials(scores, scratch, position, FIRST_BLOCK, F: tl.constexpr):
-    """Select the partial results of KV blocks that the token at `position` reads.
-
-    Returns codes [PARTIALS]: code FIRST_BLOCK + i is 4 c + 2 (block c is selected) + 1 (block c
-    overlaps the window), or 0 if unused. Codes are ordered: the ranked blocks, then the
-    initial ones, then the blocks up to the token's own. The codes are scattered through `scratch`,
-    PARTIALS zeros of this program."""
+    """The partial results of KV blocks that the token at `position` reads, as codes [PARTIALS]:
+    code FIRST_BLOCK + i is 4 c + 2 (block c is selected) + 1 (block c overlaps the window), or 0 if
+    unused. First the ranked blocks, then the initial ones, then those up to the token's own. The
+    codes are scattered through `scratch`, PARTIALS zeros of this program."""
     c, own_block = tl.arange(0, F.BLOCKS), position // F.s
     UNRANKED: tl.constexpr = F.BLOCKS if F.BLOCKS > F.TOPN else F.TOPN
     rank = tl.full([F.BLOCKS], UNRANKED, tl.int32)
     if F.TOPN > 0:
-        candidate_end = candidates_end(position, NEVER, F.RANKED_LOCAL, F.d, F.s, True)
+        candidate_end = candidates_end(position, step.NEVER, F.RANKED_LOCAL, F.d, F.s, True)
         is_candidate = (c >= F.INITIAL) & (c < candidate_end)
         # loops of one iteration: the compiler computes the result of a `while` once, and not again
         # for each layout in which it is used
         keys, rounds = tl.full([F.BLOCKS], NO_KEY, tl.int64), 1
         while rounds > 0:
-            keys = block_sort_keys(scores, c, candidate_end, position // F.d, F)
+            keys = step.block_sort_keys(scores, c, candidate_end, position // F.d, F)
             rounds -= 1
         rounds = 1
         while rounds > 0:
@@ -188,12 +159,10 @@ def reduce_and_combine(
     call, scores_ready, score_programs, partials_ready, partial_programs, reduce_started,
     reduce_tile, b, t, h, FIRST_BLOCK, F: tl.constexpr,
 ):  # fmt: skip
-    """Rank the blocks, and reduce the partial results: `out = g_cmp cmp + g_sel sel + g_win win`.
-
-    A program owns REDUCE_ROWS query heads of one KV head and token t, and REDUCE_COLUMNS features.
-    It reads the partial results that the token selects; the first FIRST_BLOCK ones are those of the
-    windows, of the memory and of the boundary block. Returns how many programs had passed their
-    waits before."""
+    """Rank the blocks, and reduce the partial results of REDUCE_ROWS query heads of one KV head and
+    token t, REDUCE_COLUMNS features: `out = g_cmp cmp + g_sel sel + g_win win`. The first
+    FIRST_BLOCK partial results are those of the windows, of the memory and of the boundary block.
+    Returns how many programs had passed their waits before."""
     COLUMN_TILES: tl.constexpr = (F.E + F.REDUCE_COLUMNS - 1) // F.REDUCE_COLUMNS
     i_head = reduce_tile // COLUMN_TILES * F.REDUCE_ROWS + tl.arange(0, F.REDUCE_ROWS)[:, None]
     e = tl.arange(0, F.REDUCE_COLUMNS)
@@ -201,7 +170,7 @@ def reduce_and_combine(
     valid, head = i_head < F.G, h * F.G + tl.minimum(i_head, F.G - 1)
     position = token_position(call, b, t, F.HAS_COUNTS)
     row = (b * F.T + t) * (F.K * F.G) + head
-    branch_gates = load_gates(call, b, t, head, valid, False)
+    branch_gates = step.load_gates(call, b, t, head, valid, False)
     token_scores = call.work.scores + ((b * F.T + t) * F.K + h) * call.W
     slot = tl.arange(0, F.PARTIALS)
     scratch = call.work.block_indices + tl.program_id(0).to(tl.int64) * F.PARTIALS
@@ -215,16 +184,16 @@ def reduce_and_combine(
         code = slot * 0
         if phase == 1:
             if F.TOPN > 0:
-                wait(scores_ready, score_programs)
+                step.wait(scores_ready, score_programs)
             code = select_partials(token_scores, scratch, position, FIRST_BLOCK, F)
         is_sel, is_win = code & 2 > 0, (code & 1 > 0) | is_boundary
         partial = tl.where(slot < FIRST_BLOCK, slot, FIRST_BLOCK + (code >> 2))
         mask = valid & (is_cmp | is_sel | is_win)[None] & (phase == 1)
         partial_row = (partial * (call.B * F.T * F.K * F.G))[None] + row
         if phase == 1:
-            wait(partials_ready, partial_programs)
-        started_before = reduce_partials(
-            call, partial_row, mask, is_cmp, is_sel, is_win, branch_gates, row, b, t, head,
+            step.wait(partials_ready, partial_programs)
+        started_before = step.reduce_partials(
+            call, partial_row, mask, (is_cmp, is_sel, is_win), branch_gates, row, b, t, head,
             F.K * F.G, e, valid, reduce_started, phase, F,
         )  # fmt: skip
     return started_before
@@ -235,10 +204,9 @@ def nsa_decode_read_all(
     cq, q, k, v, window_k, window_v, ck, cv, mem_k, mem_v, gates, sinks, cache, work, out, heads,
     scale_log2, cap, B, W, N, MEMORY, CMP_SPLITS, MEM_SPLITS, NUM_BLOCKS, F: tl.constexpr,
 ):  # fmt: skip
-    """One decode step over a short KV cache: T new tokens of B sequences.
-
-    A program owns one token and KV head, and one split of its keys (`write_partials`) or a tile of
-    its output (`reduce_and_combine`). The last reduce program resets the counters to zero."""
+    """One decode step over a short KV cache: T new tokens of B sequences. A program owns one token
+    and KV head, and one split of its keys or a tile of its output. The last reduce program resets
+    the counters to zero."""
     call = Call(
         cq, q, k, v, window_k, window_v, ck, cv, mem_k, mem_v, gates, sinks, cache, work, out,
         heads, scale_log2, cap, B, W, N, MEMORY, CMP_SPLITS, MEM_SPLITS, NUM_BLOCKS,
@@ -250,11 +218,11 @@ def nsa_decode_read_all(
     program, token = index // tokens, index % tokens
     b, h = (token // K // T).to(tl.int64), (token % K).to(tl.int64)
     t = (token // K % T).to(tl.int64)
-    barriers = call.work.counters + (b * K + h) * COUNTERS
+    barriers = call.work.counters + (b * K + h) * step.COUNTERS
     partial_programs = FIRST_BLOCK + tl.cdiv(NUM_BLOCKS, F.BLOCKS_PER_PROGRAM)
     if program < partial_programs:
         write_partials(call, barriers + SCORES_DONE, program, t, b, h, F)
-        arrive(barriers + PARTIALS_DONE)
+        step.arrive(barriers + PARTIALS_DONE)
     else:
         ROW_TILES: tl.constexpr = (F.G + F.REDUCE_ROWS - 1) // F.REDUCE_ROWS
         COLUMN_TILES: tl.constexpr = (F.E + F.REDUCE_COLUMNS - 1) // F.REDUCE_COLUMNS
@@ -264,10 +232,8 @@ def nsa_decode_read_all(
             FIRST_BLOCK, F,
         )  # fmt: skip
         if started_before == T * ROW_TILES * COLUMN_TILES - 1:  # no program waits any more
-            tl.store(barriers + tl.arange(0, COUNTERS), 0)
+            tl.store(barriers + tl.arange(0, step.COUNTERS), 0)
 
-
-# launch
 
 # limits of this kernel: blocks of all tokens and KV heads, in a contiguous and in a paged cache;
 # blocks of one token and KV head; bytes of the keys of a block; partial results that a token reads
@@ -280,10 +246,10 @@ MAX_REGISTERS = 168
 
 
 @functools.lru_cache(maxsize=256)
-def plan(shape: Shape, config: AttentionConfig) -> Plan | None:
+def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan | None:
     """The launch of a step; None where this kernel cannot run it, or the cache is too long."""
     B, T, K, E, s = shape.B, shape.T, shape.K, shape.E, config.selection_block_size
-    settings = settings_of(shape, config)
+    settings = step.settings_of(shape, config)
     n, block_s, heads = settings["TOPN"], settings["BLOCK_S"], shape.H // K
     is_summed = n == 0 or (config.query_heads_share_selected_kv and not settings["PROBS"])
     is_max = config.importance == "max" and s > config.d
@@ -305,12 +271,12 @@ def plan(shape: Shape, config: AttentionConfig) -> Plan | None:
     programs += cdiv(heads, REDUCE_ROWS) * cdiv(E, columns)
     programs *= B * T * K
     numbers = B, shape.windows, shape.tokens, shape.memory, cmp, memory, blocks
-    constants = Settings(
+    constants = step.constants(
         **settings, T=T, K=K, BLOCK_G=launch.padded(heads), REDUCE_ROWS=REDUCE_ROWS,
         REDUCE_COLUMNS=columns, BLOCKS=max(32, next_power_of_2(blocks)), PARTIALS=partials,
         BLOCKS_PER_PROGRAM=per_program,
     )  # fmt: skip
-    return Plan(
+    return step.Plan(
         nsa_decode_read_all, programs, cmp + memory + 1 + blocks, (K, shape.windows), None,
         (programs, partials), dict(zip(NUMBERS.split(), numbers, strict=True))
         | dict(F=constants, num_warps=4, maxnreg=MAX_REGISTERS),

@@ -4,15 +4,15 @@ The keys of each branch are divided into splits. A split gives a partial result:
 log-sum-exp (lse) in units of log2. "Windows" are compression windows; "the window" is the sliding
 window. The queries of sequence b are at positions `lengths[b]` .. `lengths[b] + T - 1`. Their keys
 and values are in the cache already. The host reads no length, so a CUDA graph can capture the
-launch; what a kernel is compiled for depends on settings and shapes only, so plans are cached.
+launch.
 
-At a grid barrier a program waits until other programs of the launch have written their output. It
-waits only for programs with smaller ids. A GPU starts programs in the order of their ids, so the
-programs that it waits for are running or finished, and every wait ends.
+At a grid barrier a program waits until others of the launch, with smaller ids, have written their
+output. A GPU starts programs in the order of their ids, so every wait ends.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
 from typing import Any, NamedTuple
 
@@ -39,8 +39,7 @@ Cache = namedtuple("Cache", "lengths counts page_table t_b")
 # (probabilities) [B T ranks W], `block_indices` [B T ranks n] and a `ranking_tail` of earlier ones,
 # `partial_out` [splits B T H E] and `partial_lse`, `counters` [B K COUNTERS] of the grid barriers
 Workspace = namedtuple(
-    "Workspace",
-    "scores importances block_indices ranking_tail partial_out partial_lse counters",
+    "Workspace", "scores importances block_indices ranking_tail partial_out partial_lse counters"
 )
 # numbers of query, KV and ranking heads
 Heads = namedtuple("Heads", "H K RANKS")
@@ -51,29 +50,23 @@ Heads = namedtuple("Heads", "H K RANKS")
 TENSORS = (
     "cq q k v window_k window_v ck cv mem_k mem_v gates sinks cache work out heads scale_log2 cap "
 )
-# compile-time settings F of both kernels; PAGE_SIZE is 0 without a page table. A stored score
-# covers SPAN tokens, one every PITCH. RANKED_LOCAL are the local blocks, at least the query's own
-SETTINGS = (
-    "d s w BLOCK_S TOPN INITIAL LOCAL STRIDE PROBS G RANKS_PER_KV D BLOCK_D E BLOCK_E CAP SINKS "
-    "HAS_COUNTS PAGE_SIZE WINDOWS_PER_PAGE SPAN PITCH RANKED_LOCAL INTERPOLATED "
-)
 
 
+@functools.cache
 def tuple_type(name: str, fields: str) -> Any:
-    """A named tuple of the fields above and those of one kernel."""
     return namedtuple(name, fields)
 
 
 @triton.jit
 def arrive(counter):
-    """Signal that this program has written its output; returns how many programs arrived before."""
-    tl.debug_barrier()  # all threads of this program have written
-    return tl.atomic_add(counter, 1, sem="acq_rel")
+    """Signal that all threads of this program have written their output."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="acq_rel")
 
 
 @triton.jit
 def wait(counter, programs):
-    """Wait until `programs` programs have arrived at the counter. Their output is visible then."""
+    """Wait until the output of `programs` programs that arrive at the counter is visible."""
     while tl.atomic_add(counter, 0, sem="acquire") < programs:
         pass
 
@@ -87,19 +80,6 @@ def store_partial(call, row, acc, m, l, valid, F: tl.constexpr):
     store_rows(call.work.partial_out, offsets, out, F.E, F.BLOCK_E, valid & (l > 0.0))
     lse_ptr = call.work.partial_lse + row
     tl.store(lse_ptr, tl.where(l == 0.0, NO_SCORE, m + tl.log2(denominator)), mask=valid)
-
-
-# block scores
-
-
-@triton.jit
-def window_overlaps(c, j, l: tl.constexpr, d: tl.constexpr, s: tl.constexpr):
-    """Tokens that blocks c share with the j-th of the windows that end in or after them."""
-    overlap = c * 0 + 1
-    if s >= d:
-        end = (first_window(c, d, s) + j + 1) * d
-        overlap = tl.minimum(end, (c + 1) * s) - tl.maximum(end - l, c * s)
-    return tl.maximum(overlap, 0).to(tl.float32)
 
 
 @triton.jit
@@ -122,7 +102,12 @@ def block_scores(scores, c, window_end, F: tl.constexpr):
     for j in tl.static_range(-NEIGHBOURS, WINDOWS_READ):
         window = first_window(c, F.PITCH, F.s) + j
         if F.PROBS:
-            weight = tl.where(window < window_end, window_overlaps(c, j, F.SPAN, F.PITCH, F.s), 0.0)
+            # tokens that the blocks share with the window
+            overlap, end = c * 0 + 1, (window + 1) * F.PITCH
+            if F.s >= F.PITCH:
+                overlap = tl.minimum(end, (c + 1) * F.s) - tl.maximum(end - F.SPAN, c * F.s)
+            overlap = tl.maximum(overlap, 0).to(tl.float32)
+            weight = tl.where(window < window_end, overlap, 0.0)
         else:
             weight = window_weight(
                 c, j, window_end + c * 0, F.PITCH, F.s, F.BLOCK_S, F.INTERPOLATED
@@ -140,15 +125,11 @@ def block_scores(scores, c, window_end, F: tl.constexpr):
 
 @triton.jit
 def block_sort_keys(scores, c, end, window_end, F: tl.constexpr):
-    """Distinct integers in the order of the scores of blocks c; NO_KEY of blocks that are no
-    candidates INITIAL .. end - 1."""
+    """Distinct integers in the order of blocks c's scores; NO_KEY outside INITIAL .. end - 1."""
     is_candidate = (c >= F.INITIAL) & (c < end)
     clamped = tl.where(is_candidate, c, F.INITIAL)
     score = block_scores(scores, clamped, window_end, F)
     return tl.where(is_candidate, sort_keys(score, c), NO_KEY)
-
-
-# the reduction
 
 
 @triton.jit
@@ -168,67 +149,55 @@ def masked_exp2(x, m):
 
 
 @triton.jit
-def divide_nonzero(gate, total):
-    """gate / total; the gate itself if the total is 0."""
-    return gate / tl.where(total == 0.0, 1.0, total)
-
-
-@triton.jit
-def partial_weights(
-    lse, is_cmp, is_sel, is_win, g_cmp, g_sel, g_win, sinks, head, H, SINKS: tl.constexpr,
-):  # fmt: skip
+def partial_weights(lse, in_branch, gates, sinks, head, H, SINKS: tl.constexpr):
     """Weights [M, N] of N partial results in the gated sum of the three branches, for M rows.
 
-    A partial result belongs to branches `is_cmp`, `is_sel` and `is_win` [1, N]. Its weight is the
-    sum over these of its fraction of the branch's softmax denominator, times the branch's gate
-    [M, 1]. The maxima of the three branches share one reduction, and so do the sums: each
-    reduction synchronizes the threads."""
-    cmp = tl.where(is_cmp, lse, NO_SCORE)
-    sel = tl.where(is_sel, lse, NO_SCORE)
-    win = tl.where(is_win, lse, NO_SCORE)
-    m_cmp, m_sel, m_win = tl.reduce((cmp, sel, win), 1, max_of_three, keep_dims=True)
-    if SINKS:
-        s_cmp = load_sinks(sinks, head)
-        s_sel = load_sinks(sinks, H + head)
-        s_win = load_sinks(sinks, 2 * H + head)
-        m_cmp, m_sel = tl.maximum(m_cmp, s_cmp), tl.maximum(m_sel, s_sel)
-        m_win = tl.maximum(m_win, s_win)
-    cmp, sel, win = masked_exp2(cmp, m_cmp), masked_exp2(sel, m_sel), masked_exp2(win, m_win)
-    l_cmp, l_sel, l_win = tl.reduce((cmp, sel, win), 1, sum_of_three, keep_dims=True)
-    if SINKS:
-        l_cmp += masked_exp2(s_cmp, m_cmp)
-        l_sel += masked_exp2(s_sel, m_sel)
-        l_win += masked_exp2(s_win, m_win)
-    weight = cmp * divide_nonzero(g_cmp, l_cmp) + sel * divide_nonzero(g_sel, l_sel)
-    return weight + win * divide_nonzero(g_win, l_win)
+    `in_branch` holds by branch which partial results belong to it, [N]. A weight is the sum over
+    branches of the result's fraction of the softmax denominator, times the branch's gate [M, 1].
+    The maxima of all branches share one reduction, and so do the sums: each reduction synchronizes
+    the threads."""
+    logs, sink_logs, tops, terms, weights = (), (), (), (), ()
+    for branch in tl.static_range(3):
+        logs += (tl.where(in_branch[branch][None], lse, NO_SCORE),)
+        if SINKS:
+            sink_logs += (load_sinks(sinks, branch * H + head),)
+    maxima = tl.reduce(logs, 1, max_of_three, keep_dims=True)
+    for branch in tl.static_range(3):
+        tops += (tl.maximum(maxima[branch], sink_logs[branch]) if SINKS else maxima[branch],)
+        terms += (masked_exp2(logs[branch], tops[branch]),)
+    totals = tl.reduce(terms, 1, sum_of_three, keep_dims=True)
+    for branch in tl.static_range(3):
+        total = totals[branch]
+        if SINKS:
+            total += masked_exp2(sink_logs[branch], tops[branch])
+        # the gate itself if the total is 0
+        weights += (terms[branch] * (gates[branch] / tl.where(total == 0.0, 1.0, total)),)
+    return weights[0] + weights[1] + weights[2]
 
 
 @triton.jit
 def load_gates(call, b, t, head, valid, ONE_SOFTMAX: tl.constexpr):
     """Gates [M, 1] of the three branches; of one softmax 1 for the selected branch alone."""
-    if ONE_SOFTMAX:
-        g_sel = tl.full([head.shape[0], 1], 1.0, tl.float32)
-        g_cmp = g_sel * 0.0
-        g_win = g_cmp
-    else:
-        gate = call.gates.ptr + b * call.gates.b + t * call.gates.t + head * call.gates.h
-        g_cmp = tl.load(gate, mask=valid, other=0.0).to(tl.float32)
-        g_sel = tl.load(gate + call.gates.branch, mask=valid, other=0.0).to(tl.float32)
-        g_win = tl.load(gate + 2 * call.gates.branch, mask=valid, other=0.0).to(tl.float32)
-    return g_cmp, g_sel, g_win
+    gates, pointer = (), call.gates.ptr + b * call.gates.b + t * call.gates.t + head * call.gates.h
+    for branch in tl.static_range(3):
+        if ONE_SOFTMAX:
+            gates += (tl.full([head.shape[0], 1], 1.0 if branch == 1 else 0.0, tl.float32),)
+        else:
+            gate = tl.load(pointer + branch * call.gates.branch, mask=valid, other=0.0)
+            gates += (gate.to(tl.float32),)
+    return gates
 
 
 @triton.jit
 def reduce_partials(
-    call, partial_row, mask, is_cmp, is_sel, is_win, branch_gates, row, b, t, head, H, e, valid,
-    reduce_started, phase, F: tl.constexpr,
+    call, partial_row, mask, in_branch, gates, row, b, t, head, H, e, valid, reduce_started, phase,
+    F: tl.constexpr,
 ):  # fmt: skip
     """Reduce partial results to the output, `g_cmp cmp + g_sel sel + g_win win`.
 
     Reads N partial results of M rows, `partial_row` [M, N], where `mask` [M, N], with the branches
     that they belong to, [N]. Writes features e of rows `row` [M, 1] of `out`, zeros for tokens past
     `counts`; nothing in phase 0. Returns how many programs had passed their waits before."""
-    g_cmp, g_sel, g_win = branch_gates
     started_before = 0
     # a partial result with an lse of -inf is uninitialized: its weight is 0
     lse = tl.load(call.work.partial_lse + partial_row, mask=mask, other=NO_SCORE)
@@ -238,10 +207,7 @@ def reduce_partials(
     )  # fmt: skip
     if phase == 1:
         started_before = tl.atomic_add(reduce_started, 1, sem="relaxed")
-    weight = partial_weights(
-        lse, is_cmp[None], is_sel[None], is_win[None], g_cmp, g_sel, g_win, call.sinks, head, H,
-        F.SINKS,
-    )[:, :, None]  # fmt: skip
+    weight = partial_weights(lse, in_branch, gates, call.sinks, head, H, F.SINKS)[:, :, None]
     acc = tl.sum(tl.where(weight != 0.0, values * weight, 0.0), 1)
     if F.HAS_COUNTS:
         acc = tl.where(t < tl.load(call.cache.counts + b), acc, 0.0)
@@ -251,16 +217,13 @@ def reduce_partials(
     return started_before
 
 
-# launches
-
-
 # what a plan depends on besides the settings. `tokens` and `windows` are what the storage of one
-# sequence holds; 1 page, of size 0, without a page table. With `is_wide`, offsets within a sequence
-# need 64 bits
+# sequence holds; page size 0 without a page table. With `is_wide`, offsets within a sequence need
+# 64 bits
 Shape = namedtuple(
     "Shape",
-    "B T H K D E tokens windows memory pages page_size tail_size dtype has_counts has_sinks "
-    "has_window one_softmax is_wide",
+    "B T H K D E tokens windows memory page_size tail_size dtype has_counts has_sinks has_window "
+    "one_softmax is_wide",
 )
 
 
@@ -284,7 +247,7 @@ def shape_of(call: DecodeInputs) -> Shape:
     return Shape(
         B, T, H, call.k.shape[2], D, call.v.shape[3],
         call.k.shape[1] * pages, 0 if call.ck is None else call.ck.shape[1] * pages,
-        0 if call.mem_k is None else call.mem_k.shape[1], pages,
+        0 if call.mem_k is None else call.mem_k.shape[1],
         0 if call.page_table is None else call.k.shape[1],
         0 if call.ranking is None else call.ranking.shape[2], call.q.dtype,
         call.counts is not None, call.sinks is not None, call.window_k is not None,
@@ -294,22 +257,29 @@ def shape_of(call: DecodeInputs) -> Shape:
 
 
 def settings_of(shape: Shape, config: AttentionConfig, block_windows: int = 0) -> dict[str, Any]:
-    """The SETTINGS of a step; a stored score is that of `block_windows` windows, a whole block,
-    unless this is 0."""
+    """Compile-time settings F of both kernels. PAGE_SIZE is 0 without a page table. RANKED_LOCAL is
+    the number of local blocks, at least 1. A stored score covers SPAN tokens, one every PITCH: a
+    window, or with `block_windows` a whole block."""
     s, w, local = config.selection_block_size, config.sliding_window_size, config.num_local_blocks
     if shape.one_softmax:  # a window of the local blocks
         w = max(0, local * s - 1)
     n = config.num_selected_blocks if shape.windows else 0
     ranks = shape.K if config.query_heads_share_selected_kv else shape.H
     l, d = (s, s) if block_windows else (config.compress_block_size, config.d)
-    values = (
-        config.d, s, w, launch.padded(s), n, config.num_initial_blocks, local,
-        config.selection_stride, n > 0 and config.importance == "probs", shape.H // shape.K,
-        ranks // shape.K, shape.D, launch.padded(shape.D), shape.E, launch.padded(shape.E),
-        config.soft_cap is not None, shape.has_sinks, shape.has_counts, shape.page_size,
-        shape.page_size // config.d, l, d, max(1, local), config.interpolated_importance_score,
+    return dict(
+        d=config.d, s=s, w=w, BLOCK_S=launch.padded(s), TOPN=n, INITIAL=config.num_initial_blocks,
+        LOCAL=local, STRIDE=config.selection_stride, PROBS=n > 0 and config.importance == "probs",
+        G=shape.H // shape.K, RANKS_PER_KV=ranks // shape.K, D=shape.D,
+        BLOCK_D=launch.padded(shape.D), E=shape.E, BLOCK_E=launch.padded(shape.E),
+        CAP=config.soft_cap is not None, SINKS=shape.has_sinks, HAS_COUNTS=shape.has_counts,
+        PAGE_SIZE=shape.page_size, WINDOWS_PER_PAGE=shape.page_size // config.d, SPAN=l, PITCH=d,
+        RANKED_LOCAL=max(1, local), INTERPOLATED=config.interpolated_importance_score,
     )  # fmt: skip
-    return dict(zip(SETTINGS.split(), values, strict=True))
+
+
+def constants(**settings: Any) -> Any:
+    """Compile-time settings as one named tuple."""
+    return tuple_type("F", " ".join(settings))(**settings)
 
 
 def cache_arguments(lengths: Tensor, counts: Tensor | None, page_table: Tensor | None) -> Cache:
