@@ -2,10 +2,9 @@
 without atomics: the window, the compressed branch with its memory, the forced blocks of the
 selected branch.
 
-A tile holds tokens x heads of one head group, so that the group reads keys and values once.
-`primitives.interval` computes the KV range of a query. The prefix is a few more keys, in tensors of
-their own. With `inner`, the same pass also computes attention to a narrower KV range of local
-blocks within a causal window; the prefix then belongs to `inner`.
+A tile holds tokens x heads of one head group, so that the group reads keys and values once. The
+prefix is a few more keys, in tensors of their own. With `inner`, the same pass also computes
+attention to a narrower KV range of local blocks within a causal window, and to the initial keys.
 """
 
 from __future__ import annotations
@@ -20,43 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import launch
+from ..common import primitives as steps
 from ..common.key_norms import key_norms
-from ..common.launch import (
-    LOG2_E,
-    UNLIMITED,
-    Accumulator,
-    BackwardInputs,
-    KVRange,
-    Layout,
-    Plan,
-    cdiv,
-    layout,
-    strided,
-)
+from ..common.launch import BackwardInputs, KVRange, Layout, Plan, cdiv, layout, strided
 from ..common.precompile import launcher
-from ..common.primitives import (
-    CAUSAL_WINDOW,
-    EVERYTHING,
-    LOCAL_BLOCKS,
-    cap_slope,
-    document_interval,
-    grid_position,
-    interval,
-    join_softmaxes,
-    large,
-    load_keys,
-    load_rows,
-    load_sinks,
-    measured_from,
-    rare,
-    scaled_step,
-    seen_by,
-    soft_capped,
-    softmax_grad,
-    store_rows,
-    store_softmax,
-    tile_rows,
-)
 from ..common.reduce import Partials
 from ..common.tile_configs import FEW_KEYS
 
@@ -81,62 +47,61 @@ Settings = namedtuple(
 
 
 @triton.jit
+def visible_range(token, start, b, documents, T, N, kv_range, F: tl.constexpr):
+    """First key and one past the last that tokens of sequence b see, in their own document."""
+    floor, reach, stride = kv_range.floor, kv_range.reach, kv_range.stride
+    lo, hi = steps.interval(start + token, N, floor, reach, stride, F.KIND)
+    if F.DOCUMENTS:
+        firsts, lasts = documents.first + b * T, documents.last + b * T
+        lo, hi = steps.document_interval(lo, hi, token, T, firsts, lasts, kv_range.unit)
+    return lo, hi
+
+
+@triton.jit
 def query_tile(starts, documents, start, T, N, K, kv_range, F: tl.constexpr):
     """A program's tile of queries, the longest first: sequence and KV head; positions of the
     tile's first token, of its last, and of each row's [M]; each row's token, head, and whether it
-    exists; and the KV ranges lo .. hi - 1 of the rows and of the first and the last token. With
-    documents, ranges are clipped to the token's document."""
-    tile, line, tiles, _lines = grid_position(F.FLIPPED)
+    exists; and the KV ranges lo .. hi - 1 of the rows and of the first and the last token."""
+    tile, line, tiles, _lines = steps.grid_position(F.FLIPPED)
     tile = tiles - 1 - tile
-    b, h = large(line // K, F.WIDE), large(line % K, F.WIDE)
+    b, h = steps.large(line // K, F.WIDE), steps.large(line % K, F.WIDE)
     TOKENS: tl.constexpr = F.BLOCK_M // F.G
-    token, g, real = tile_rows(tile, T, F.G, F.BLOCK_M)
+    token, g, real = steps.tile_rows(tile, T, F.G, F.BLOCK_M)
     if F.RAGGED:
         start = tl.load(starts + b).to(tl.int32)
     first, last = tile * TOKENS, tl.minimum(tile * TOKENS + TOKENS, T) - 1
-    entry = b * T
-    floor, reach, stride = kv_range.floor, kv_range.reach, kv_range.stride
-    lo, hi = interval(start + token, N, floor, reach, stride, F.KIND)
-    lo_first, hi_first = interval(start + first, N, floor, reach, stride, F.KIND)
-    lo_last, hi_last = interval(start + last, N, floor, reach, stride, F.KIND)
-    if F.DOCUMENTS:
-        firsts, lasts, unit = documents.first + entry, documents.last + entry, kv_range.unit
-        lo, hi = document_interval(lo, hi, token, T, firsts, lasts, unit)
-        lo_first, hi_first = document_interval(lo_first, hi_first, first, T, firsts, lasts, unit)
-        lo_last, hi_last = document_interval(lo_last, hi_last, last, T, firsts, lasts, unit)
+    lo, hi = visible_range(token, start, b, documents, T, N, kv_range, F)
+    lo_first, hi_first = visible_range(first, start, b, documents, T, N, kv_range, F)
+    lo_last, hi_last = visible_range(last, start, b, documents, T, N, kv_range, F)
     ranges = lo, hi, lo_first, hi_first, lo_last, hi_last
     return b, h, start + first, start + last, start + token, token, h * F.G + g, real, ranges
 
 
 @triton.jit
-def local_blocks(position, N, kv_range):
-    """The KV range of a position's local blocks."""
-    return interval(
-        position, N, kv_range.inner_floor, kv_range.inner_reach, kv_range.inner_stride, LOCAL_BLOCKS
-    )
+def local_start(position, kv_range):
+    """The first key of a position's local blocks."""
+    first_key = position // kv_range.inner_stride * kv_range.inner_stride - kv_range.inner_reach
+    return tl.maximum(first_key, kv_range.inner_floor)
 
 
 @triton.jit
 def load_tile(keys, b, h, n, n0, N, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
-    """Rows n of head h of `keys` [B N K WIDTH], zeros from row N on; n0 is the first of n. With TMA
-    `keys` is a descriptor."""
-    if TMA:
-        rows = load_keys(keys, b, h, n, n0, n < N, 0, 0, 0, WIDTH, BLOCK, True)
-    else:
-        rows = load_keys(
-            keys.ptr, b, h, n, n0, n < N, keys.b, keys.n, keys.h, WIDTH, BLOCK, False
-        )  # fmt: skip
-    return rows
+    """Rows n, from n0 on, of head h of `keys` [B N K WIDTH]; zeros from row N on."""
+    pointer, strides = keys, (0, 0, 0)
+    if not TMA:
+        pointer, strides = keys.ptr, (keys.b, keys.n, keys.h)
+    return steps.load_keys(
+        pointer, b, h, n, n0, n < N, strides[0], strides[1], strides[2], WIDTH, BLOCK, TMA
+    )
 
 
 @triton.jit
 def logits(x, y, scale_log2, cap, F: tl.constexpr):
-    """Products [M, N] of x [M, D] and y [N, D], queries and keys. Scaled logits with CAP or without
-    POSITIVE; otherwise the caller scales them."""
+    """Logits x y^T [M, N] of queries and keys, scaled with CAP or without POSITIVE only."""
     # in float32 errors of "tf32x3" are up to four times as large
     s = tl.dot(x, tl.trans(y), input_precision="ieee")
     if F.CAP:
-        s = soft_capped(s * scale_log2, cap)
+        s = steps.soft_capped(s * scale_log2, cap)
     elif not F.POSITIVE:
         s *= scale_log2
     return s
@@ -148,46 +113,26 @@ def prefix_end(position, P, PREFIX: tl.constexpr):
     return tl.minimum(position + 1, P) if PREFIX == CAUSAL_PREFIX else position * 0 + P
 
 
-@triton.jit
-def attend_to_prefix(
-    q_tile, pk, pv, b, h, position, P, acc, m, l, scale_log2, unit_scale, cap, pointer,
-    F: tl.constexpr,
-):  # fmt: skip
-    """Fold the prefix into a tile's softmax; see `rare` for `pointer`."""
-    hi = prefix_end(position, P, F.PREFIX)
-    for n0 in range(0, P, F.BLOCK_N):
-        n = n0 + tl.arange(0, F.BLOCK_N)
-        k_tile = load_tile(pk, b, h, n, n0, P, F.D, F.BLOCK_D, False)
-        v_tile = load_tile(pv, b, h, n, n0, P, F.E, F.BLOCK_E, False)
-        s = logits(q_tile, k_tile, scale_log2, cap, F)
-        s = tl.where(n[None] < hi[:, None], s, float("-inf"))
-        acc, m, l = scaled_step(
-            s, unit_scale, 0.0, v_tile, acc, m, l, True, pointer, n0, False, "ieee"
-        )
-    return acc, m, l
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_flash_fwd(
     q, k, v, pk, pv, outputs, norms, sinks, inner_sinks, starts, documents, start, T, N, P, K,
     kv_range, scale_log2, cap, F: tl.constexpr,
 ):  # fmt: skip
-    """One program owns a tile of queries of one sequence and KV head. It reads the tile's KV range
-    and writes out and lse. With INNER it writes a second out and lse, of the local blocks and the
-    initial keys."""
+    """One program owns a tile of queries of one sequence and KV head. It writes out and lse; with
+    INNER also those of the local blocks and the initial keys."""
     b, h, first, last, position, token, head, real, ranges = query_tile(
         starts, documents, start, T, N, K, kv_range, F
     )
     lo, hi, lo_first, hi_first, lo_last, hi_last = ranges
     out, lse = outputs.out, outputs.lse
-    q_rows = b * q.b + large(token, F.WIDE) * q.n + head * q.h
-    q_tile = load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
+    q_rows = b * q.b + steps.large(token, F.WIDE) * q.n + head * q.h
+    q_tile = steps.load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
     m = tl.full([F.BLOCK_M], float("-inf"), tl.float32)
     l = tl.full([F.BLOCK_M], 0.0, tl.float32)
     acc = tl.full([F.BLOCK_M, F.BLOCK_E], 0.0, tl.float32)
     row = (b * T + token) * (K * F.G) + head
     if F.SINKS:
-        m, l = load_sinks(sinks, head), l + 1.0
+        m, l = steps.load_sinks(sinks, head), l + 1.0
 
     # applies to products that `logits` leaves unscaled
     unit_scale = 1.0 if F.CAP or not F.POSITIVE else scale_log2
@@ -199,10 +144,8 @@ def nsa_flash_fwd(
     if F.INNER:
         # in order: keys before the local blocks, local blocks, initial blocks
         inner_floor = kv_range.inner_floor
-        local, _hi = local_blocks(position, N, kv_range)
-        local_first, _hi_first = local_blocks(first, N, kv_range)
-        local_last, _hi_last = local_blocks(last, N, kv_range)
-        local, end = tl.maximum(local, lo), hi
+        local, end = tl.maximum(local_start(position, kv_range), lo), hi
+        local_first, local_last = local_start(first, kv_range), local_start(last, kv_range)
         hi = tl.minimum(hi, local)
         local_begin = local_first // F.BLOCK_N * F.BLOCK_N
         local_step = tl.maximum(tl.cdiv(tl.minimum(hi_last, local_last) - begin, F.BLOCK_N), 0)
@@ -215,7 +158,7 @@ def nsa_flash_fwd(
         keys = hi - lo
         if F.INNER:
             keys = end - local + tl.minimum(position + 1, inner_floor)
-        m, factor, large_logits = measured_from(
+        m, factor, large_logits = steps.measured_from(
             q_tile, norms, b * K + h, scale_log2, tl.where(real, keys, 16), m, not F.SINKS
         )
         if F.SINKS:
@@ -240,62 +183,50 @@ def nsa_flash_fwd(
         s = logits(q_tile, k_tile, scale_log2, cap, F)
         if F.INNER:
             if j == local_step:
-                rare(lse, n0)
+                steps.rare(lse, n0)
                 outer_acc, outer_m, outer_l = acc, m, l
                 acc, l = tl.zeros_like(acc), tl.zeros_like(l)
                 m = inner_m
                 lo, hi = local, end
                 all_lo, all_hi = local_last, hi_first
             if j == initial_step:
-                rare(lse, n0)
-                outer_acc, outer_m, outer_l = join_softmaxes(outer_acc, outer_m, outer_l, acc, m, l)
+                steps.rare(lse, n0)
+                outer_acc, outer_m, outer_l = steps.join_softmaxes(
+                    outer_acc, outer_m, outer_l, acc, m, l
+                )
                 lo, hi = lo * 0, tl.minimum(position + 1, inner_floor)
                 all_lo, all_hi = 0, tl.minimum(first + 1, inner_floor)
         if (n0 < all_lo) | (n0 + F.BLOCK_N > all_hi):
-            rare(lse, n0)
+            steps.rare(lse, n0)
             s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
-        acc, m, l = scaled_step(
+        acc, m, l = steps.scaled_step(
             s, unit_scale, 0.0, v_tile, acc, m, l, large_logits, lse, n0, F.BOUNDED, "ieee"
         )
 
     if F.INNER:
         if tiles_seen == initial_step:
-            outer_acc, outer_m, outer_l = join_softmaxes(outer_acc, outer_m, outer_l, acc, m, l)
-        store_softmax(out, lse, row, outer_acc, outer_m, outer_l, F.E, F.BLOCK_E, real)
+            outer_acc, outer_m, outer_l = steps.join_softmaxes(
+                outer_acc, outer_m, outer_l, acc, m, l
+            )
+        steps.store_softmax(out, lse, row, outer_acc, outer_m, outer_l, F.E, F.BLOCK_E, real)
         if F.SINKS:
             nothing, one = tl.zeros_like(acc), tl.full([F.BLOCK_M], 1.0, tl.float32)
-            acc, m, l = join_softmaxes(acc, m, l, nothing, load_sinks(inner_sinks, head), one)
-        store_softmax(outputs.inner_out, outputs.inner_lse, row, acc, m, l, F.E, F.BLOCK_E, real)
-    else:
-        if F.PREFIX:
-            acc, m, l = attend_to_prefix(
-                q_tile, pk, pv, b, h, position, P, acc, m, l, scale_log2, unit_scale, cap, lse,
-                F,
-            )  # fmt: skip
-        store_softmax(out, lse, row, acc, m, l, F.E, F.BLOCK_E, real)
-
-
-@triton.jit
-def add_dq_of_prefix(
-    q_tile, do_tile, pk, pv, b, h, position, P, acc, lse_row, delta_row, scale_log2, unit_scale,
-    cap, F: tl.constexpr,
-):  # fmt: skip
-    """Add the prefix's contribution to a tile's dq."""
-    hi = prefix_end(position, P, F.PREFIX)
-    for n0 in range(0, P, F.BLOCK_N):
-        n = n0 + tl.arange(0, F.BLOCK_N)
-        k_tile = load_tile(pk, b, h, n, n0, P, F.D, F.BLOCK_D, False)
-        v_tile = load_tile(pv, b, h, n, n0, P, F.E, F.BLOCK_E, False)
-        s = logits(q_tile, k_tile, scale_log2, cap, F)
-        if F.CAP:
-            slope = cap_slope(s, cap)
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
-        s = tl.where(n[None] < hi[:, None], s, float("-inf"))
-        _p, ds = softmax_grad(s, unit_scale, dp, lse_row[:, None], delta_row[:, None], F.GATED)
-        if F.CAP:
-            ds *= slope
-        acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision="ieee")
-    return acc
+            acc, m, l = steps.join_softmaxes(
+                acc, m, l, nothing, steps.load_sinks(inner_sinks, head), one
+            )
+        out, lse = outputs.inner_out, outputs.inner_lse
+    elif F.PREFIX:
+        hi = prefix_end(position, P, F.PREFIX)
+        for n0 in range(0, P, F.BLOCK_N):
+            n = n0 + tl.arange(0, F.BLOCK_N)
+            k_tile = load_tile(pk, b, h, n, n0, P, F.D, F.BLOCK_D, False)
+            v_tile = load_tile(pv, b, h, n, n0, P, F.E, F.BLOCK_E, False)
+            s = logits(q_tile, k_tile, scale_log2, cap, F)
+            s = tl.where(n[None] < hi[:, None], s, float("-inf"))
+            acc, m, l = steps.scaled_step(
+                s, unit_scale, 0.0, v_tile, acc, m, l, True, lse, n0, False, "ieee"
+            )
+    steps.store_softmax(out, lse, row, acc, m, l, F.E, F.BLOCK_E, real)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -303,16 +234,16 @@ def nsa_flash_dq(
     q, k, v, pk, pv, rows, dq, starts, documents, start, T, N, P, K, kv_range, scale, cap,
     F: tl.constexpr,
 ):  # fmt: skip
-    """One program owns a tile of queries of one sequence and KV head. It reads the tile's KV range
-    and writes dq, or with ADD adds to dq."""
+    """One program owns a tile of queries of one sequence and KV head. It writes dq, or with ADD
+    adds to dq."""
     b, h, first, _last, position, token, head, real, ranges = query_tile(
         starts, documents, start, T, N, K, kv_range, F
     )
     lo, hi, lo_first, hi_first, lo_last, hi_last = ranges
     row = (b * T + token) * (K * F.G) + head
-    q_rows = b * q.b + large(token, F.WIDE) * q.n + head * q.h
-    q_tile = load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
-    do_tile = load_rows(rows.d_out, row * F.E, F.E, F.BLOCK_E, real)
+    q_rows = b * q.b + steps.large(token, F.WIDE) * q.n + head * q.h
+    q_tile = steps.load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
+    do_tile = steps.load_rows(rows.d_out, row * F.E, F.E, F.BLOCK_E, real)
     lse_row = tl.load(rows.lse + row, mask=real, other=0.0)
     delta_row = tl.load(rows.delta + row, mask=real, other=0.0)
     if F.INNER:
@@ -324,15 +255,14 @@ def nsa_flash_dq(
     unit_scale = 1.0 if F.CAP or not F.POSITIVE else scale_log2
 
     begin = lo_first // F.BLOCK_N * F.BLOCK_N
-    steps = tl.maximum(tl.cdiv(hi_last - begin, F.BLOCK_N), 0)
+    tiles_seen = tl.maximum(tl.cdiv(hi_last - begin, F.BLOCK_N), 0)
     all_lo, all_hi = lo_last, hi_first
     if F.INNER:
         inner_floor = kv_range.inner_floor
-        local, _local_hi = local_blocks(position, N, kv_range)
-        local_first, _local_hi_first = local_blocks(first, N, kv_range)
-        initial_step = steps
-        steps += tl.cdiv(inner_floor, F.BLOCK_N)
-    for j in range(0, steps):
+        local, local_first = local_start(position, kv_range), local_start(first, kv_range)
+        initial_step = tiles_seen
+        tiles_seen += tl.cdiv(inner_floor, F.BLOCK_N)
+    for j in range(0, tiles_seen):
         n0 = begin + j * F.BLOCK_N
         if F.INNER and j >= initial_step:
             n0 = (j - initial_step) * F.BLOCK_N
@@ -341,21 +271,23 @@ def nsa_flash_dq(
         v_tile = load_tile(v, b, h, n, n0, N, F.E, F.BLOCK_E, F.TMA)
         s = logits(q_tile, k_tile, scale_log2, cap, F)
         if F.CAP:
-            slope = cap_slope(s, cap)
+            slope = steps.cap_slope(s, cap)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
         if F.INNER and j == initial_step:
-            rare(rows.delta, n0)
+            steps.rare(rows.delta, n0)
             lse_row, delta_row = inner_lse_row, inner_delta_row
             lo, hi = lo * 0, tl.minimum(position + 1, inner_floor)
             all_lo, all_hi = 0, tl.minimum(first + 1, inner_floor)
         if (n0 < all_lo) | (n0 + F.BLOCK_N > all_hi):
-            rare(rows.delta, n0)
+            steps.rare(rows.delta, n0)
             s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
-        _p, ds = softmax_grad(s, unit_scale, dp, lse_row[:, None], delta_row[:, None], F.GATED)
+        _p, ds = steps.softmax_grad(
+            s, unit_scale, dp, lse_row[:, None], delta_row[:, None], F.GATED
+        )
         if F.INNER and (j < initial_step) & (n0 + F.BLOCK_N > local_first):
-            rare(rows.delta, n0)
+            steps.rare(rows.delta, n0)
             s = tl.where(n[None] >= local[:, None], s, float("-inf"))
-            _p, inner_ds = softmax_grad(
+            _p, inner_ds = steps.softmax_grad(
                 s, unit_scale, dp, inner_lse_row[:, None], inner_delta_row[:, None], F.GATED
             )  # fmt: skip
             ds += inner_ds
@@ -364,14 +296,26 @@ def nsa_flash_dq(
         acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision="ieee")
 
     if F.PREFIX and not F.INNER:
-        acc = add_dq_of_prefix(
-            q_tile, do_tile, pk, pv, b, h, position, P, acc, lse_row, delta_row, scale_log2,
-            unit_scale, cap, F,
-        )  # fmt: skip
+        hi = prefix_end(position, P, F.PREFIX)
+        for n0 in range(0, P, F.BLOCK_N):
+            n = n0 + tl.arange(0, F.BLOCK_N)
+            k_tile = load_tile(pk, b, h, n, n0, P, F.D, F.BLOCK_D, False)
+            v_tile = load_tile(pv, b, h, n, n0, P, F.E, F.BLOCK_E, False)
+            s = logits(q_tile, k_tile, scale_log2, cap, F)
+            if F.CAP:
+                slope = steps.cap_slope(s, cap)
+            dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+            s = tl.where(n[None] < hi[:, None], s, float("-inf"))
+            _p, ds = steps.softmax_grad(
+                s, unit_scale, dp, lse_row[:, None], delta_row[:, None], F.GATED
+            )
+            if F.CAP:
+                ds *= slope
+            acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision="ieee")
     acc *= scale
     if F.ADD:
-        acc += load_rows(dq, row * F.D, F.D, F.BLOCK_D, real).to(tl.float32)
-    store_rows(dq, row * F.D, acc, F.D, F.BLOCK_D, real)
+        acc += steps.load_rows(dq, row * F.D, F.D, F.BLOCK_D, real).to(tl.float32)
+    steps.store_rows(dq, row * F.D, acc, F.D, F.BLOCK_D, real)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -380,8 +324,8 @@ def nsa_flash_dkv(
 ):
     """One program owns a block of keys and one split (axis 2) of the queries that see it. It writes
     partial dk and dv, [splits, B, N, K, ...]."""
-    block, line, _blocks, lines = grid_position(F.FLIPPED)
-    b, h = large(line // K, F.WIDE), large(line % K, F.WIDE)
+    block, line, _blocks, lines = steps.grid_position(F.FLIPPED)
+    b, h = steps.large(line // K, F.WIDE), steps.large(line % K, F.WIDE)
     split = tl.program_id(2)
     TOKENS: tl.constexpr = F.BLOCK_M // F.G
     if F.RAGGED:
@@ -389,8 +333,10 @@ def nsa_flash_dkv(
     n0 = block * F.BLOCK_N
     n = n0 + tl.arange(0, F.BLOCK_N)
     is_key = n < N
-    k_tile = load_rows(k.ptr, b * k.b + h * k.h + large(n, F.WIDE) * k.n, F.D, F.BLOCK_D, is_key)
-    v_tile = load_rows(v.ptr, b * v.b + h * v.h + large(n, F.WIDE) * v.n, F.E, F.BLOCK_E, is_key)
+    k_rows = b * k.b + h * k.h + steps.large(n, F.WIDE) * k.n
+    k_tile = steps.load_rows(k.ptr, k_rows, F.D, F.BLOCK_D, is_key)
+    v_rows = b * v.b + h * v.h + steps.large(n, F.WIDE) * v.n
+    v_tile = steps.load_rows(v.ptr, v_rows, F.E, F.BLOCK_E, is_key)
     dk_acc = tl.full([F.BLOCK_N, F.BLOCK_D], 0.0, tl.float32)
     dv_acc = tl.full([F.BLOCK_N, F.BLOCK_E], 0.0, tl.float32)
     # applies to products that `logits` leaves unscaled
@@ -401,12 +347,12 @@ def nsa_flash_dkv(
     unit = kv_range.unit
     # positions that see some of the keys: first .. end - 1; all keys: full .. full_end - 1
     last = tl.minimum(n0 + F.BLOCK_N, N) - 1
-    first, end = seen_by(n0, last, reach, stride, F.KIND)
-    full, full_end = seen_by(last, n0, reach, stride, F.KIND)
+    first, end = steps.seen_by(n0, last, reach, stride, F.KIND)
+    full, full_end = steps.seen_by(last, n0, reach, stride, F.KIND)
     if F.DOCUMENTS:
         firsts, lasts = documents.first + b * T, documents.last + b * T
-        first, full_end = document_interval(first, full_end, n0 * unit, T, firsts, lasts, 1)
-        full, end = document_interval(full, end, last * unit, T, firsts, lasts, 1)
+        first, full_end = steps.document_interval(first, full_end, n0 * unit, T, firsts, lasts, 1)
+        full, end = steps.document_interval(full, end, last * unit, T, firsts, lasts, 1)
         # no query sees a key past its document's last token
         full_end = tl.where(last * unit < end, full_end, 0)
     first_tile = tl.maximum(first - start, 0) // TOKENS
@@ -417,8 +363,8 @@ def nsa_flash_dkv(
     full_tile = tl.maximum(tl.cdiv(tl.maximum(full - start, 0), TOKENS), begin_tile)
     full_end_tile = tl.minimum(tl.minimum(tl.maximum(full_end - start, 0), T) // TOKENS, end_tile)
     if F.INNER:
-        _local_begin, local_end = seen_by(
-            n0, last, kv_range.inner_reach, kv_range.inner_stride, LOCAL_BLOCKS
+        _local_begin, local_end = steps.seen_by(
+            n0, last, kv_range.inner_reach, kv_range.inner_stride, steps.LOCAL_BLOCKS
         )
         local_end_tile = tl.cdiv(tl.maximum(local_end - start, 0), TOKENS)
         full_tile = tl.maximum(full_tile, local_end_tile)
@@ -426,41 +372,34 @@ def nsa_flash_dkv(
     if n0 < floor:
         full_end_tile = full_tile
     full_end_tile = tl.maximum(full_end_tile, full_tile)
+    phases = begin_tile, full_tile, full_end_tile, end_tile
     for phase in tl.static_range(3):
-        if phase == 0:
-            begin, end = begin_tile, full_tile
-        elif phase == 1:
-            begin, end = full_tile, full_end_tile
-        else:
-            begin, end = full_end_tile, end_tile
-        for tile in range(begin, end):
-            token, g, real = tile_rows(tile, T, F.G, F.BLOCK_M)
+        for tile in range(phases[phase], phases[phase + 1]):
+            token, g, real = steps.tile_rows(tile, T, F.G, F.BLOCK_M)
             head = h * F.G + g
             row = (b * T + token) * (K * F.G) + head
-            q_rows = b * q.b + large(token, F.WIDE) * q.n + head * q.h
-            q_tile = load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
-            do_tile = load_rows(rows.d_out, row * F.E, F.E, F.BLOCK_E, real)
+            q_rows = b * q.b + steps.large(token, F.WIDE) * q.n + head * q.h
+            q_tile = steps.load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
+            do_tile = steps.load_rows(rows.d_out, row * F.E, F.E, F.BLOCK_E, real)
             lse_row = tl.load(rows.lse + row, mask=real, other=0.0)
             delta_row = tl.load(rows.delta + row, mask=real, other=0.0)
 
             # [N, M]: p and ds are the left operands of the next products
             s = logits(k_tile, q_tile, scale_log2, cap, F)
             if F.CAP:
-                slope = cap_slope(s, cap)
+                slope = steps.cap_slope(s, cap)
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
             if phase != 1:
-                lo, hi = interval(start + token, N, floor, reach, stride, F.KIND)
-                if F.DOCUMENTS:
-                    lo, hi = document_interval(lo, hi, token, T, firsts, lasts, unit)
+                lo, hi = visible_range(token, start, b, documents, T, N, kv_range, F)
                 visible = (n[:, None] >= lo[None]) & (n[:, None] < hi[None]) & real[None]
                 s = tl.where(visible, s, float("-inf"))
-            p, ds = softmax_grad(s, unit_scale, dp, lse_row[None], delta_row[None], F.GATED)
+            p, ds = steps.softmax_grad(s, unit_scale, dp, lse_row[None], delta_row[None], F.GATED)
             if F.INNER and phase == 0:
                 lse_row = tl.load(rows.inner_lse + row, mask=real, other=0.0)
                 delta_row = tl.load(rows.inner_delta + row, mask=real, other=0.0)
-                lo, hi = local_blocks(start + token, N, kv_range)
-                s = tl.where(n[:, None] >= lo[None], s, float("-inf"))
-                inner_p, inner_ds = softmax_grad(
+                local = local_start(start + token, kv_range)
+                s = tl.where(n[:, None] >= local[None], s, float("-inf"))
+                inner_p, inner_ds = steps.softmax_grad(
                     s, unit_scale, dp, lse_row[None], delta_row[None], F.GATED
                 )
                 p, ds = p + inner_p, ds + inner_ds
@@ -471,11 +410,9 @@ def nsa_flash_dkv(
 
     B = lines // K
     entry = ((split * B + b) * N + n) * K + h
-    store_rows(dk, entry * F.D, dk_acc * scale, F.D, F.BLOCK_D, is_key)
-    store_rows(dv, entry * F.E, dv_acc, F.E, F.BLOCK_E, is_key)
+    steps.store_rows(dk, entry * F.D, dk_acc * scale, F.D, F.BLOCK_D, is_key)
+    steps.store_rows(dv, entry * F.E, dv_acc, F.E, F.BLOCK_E, is_key)
 
-
-# launches
 
 KERNELS = {"forward": nsa_flash_fwd, "dq": nsa_flash_dq, "dkv": nsa_flash_dkv}
 
@@ -507,19 +444,11 @@ class Facts(NamedTuple):
 
 
 def facts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_range: KVRange,
-    scale: float,
-    inner: KVRange | None,
-    prefix: tuple[Tensor, Tensor] | None = None,
-    **flags: bool,
+    tensors: Any, kv_range: KVRange, scale: float, inner: KVRange | None, prefix: Any, **flags: bool
 ) -> Facts:
-    return Facts(
-        layout(q), layout(k), layout(v), prefix and (layout(prefix[0]), layout(prefix[1])),
-        kv_range.facts, inner and inner.facts, scale > 0, **flags,
-    )  # fmt: skip
+    q, k, v = map(layout, tensors)
+    prefix, inner = prefix and tuple(map(layout, prefix)), inner and inner.facts
+    return Facts(q, k, v, prefix, kv_range.facts, inner, scale > 0, **flags)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -565,22 +494,15 @@ def plan(kernel: str, call: Facts, _tuning: Any) -> Plan:
 
 
 def run(
-    kernel: str,
-    launch_plan: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_range: KVRange,
-    prefix: tuple[Tensor, Tensor] | None = None,
-    **args: Any,
+    kernel: str, launch_plan: Plan, tensors: Any, kv_range: KVRange, prefix: Any, **args: Any
 ) -> None:
-    """Launch a planned kernel; q stands in for a missing prefix."""
+    """Launch a planned kernel on `tensors` q, k and v; q stands in for a missing prefix."""
     if launch_plan.is_sm90:
         from . import flash_sm90
 
-        flash_sm90.run(kernel, launch_plan, q, k, v, kv_range.start, prefix, **args)
+        flash_sm90.run(kernel, launch_plan, tensors, kv_range.start, prefix, **args)
         return
-    F = launch_plan.args["F"]
+    F, (q, k, v) = launch_plan.args["F"], tensors
     keys, values = (launch.box(t, F.BLOCK_N) if F.TMA else strided(t) for t in (k, v))
     if "P" in launch_plan.args:
         args["pk"], args["pv"] = (strided(t) for t in prefix or (q, q))
@@ -607,18 +529,15 @@ def forward(
     prefix k [B P K D], v [B P K E]. With an `inner` range, also out and lse of its local blocks and
     the keys before its floor. `sinks` and `inner_sinks` [H] are float32, both or none; `norms` are
     the norms of `key_norms.py`, if known."""
-    norms = key_norms(q, k)[0] if norms is None else norms
-    call = facts(
-        q, k, v, kv_range, scale, inner, prefix,
-        sinks=sinks is not None or inner_sinks is not None, bounded=norms is not None,
-    )  # fmt: skip
+    norms, tensors = key_norms(q, k)[0] if norms is None else norms, (q, k, v)
+    flags = dict(sinks=sinks is not None or inner_sinks is not None, bounded=norms is not None)
+    call = facts(tensors, kv_range, scale, inner, prefix, **flags)
     launch_plan, results = plan("forward", call, launch.tuning()), launch.empty_outputs(q, v)
     if inner is not None:
         results += launch.empty_outputs(q, v)
-    args: dict[str, Any] = {} if launch_plan.is_sm90 else dict(sinks=sinks, inner_sinks=inner_sinks)
     run(
-        "forward", launch_plan, q, k, v, kv_range, prefix, outputs=Outputs(*results), norms=norms,
-        scale_log2=scale * LOG2_E, **args,
+        "forward", launch_plan, tensors, kv_range, prefix, outputs=Outputs(*results), norms=norms,
+        sinks=sinks, inner_sinks=inner_sinks, scale_log2=scale * launch.LOG2_E,
     )  # fmt: skip
     return results
 
@@ -635,16 +554,16 @@ def backward_q(
     kv_range: KVRange,
     scale: float,
     bwd: BackwardInputs,
-    dq: Accumulator,
+    dq: launch.Accumulator,
     prefix: tuple[Tensor, Tensor] | None = None,
     inner: tuple[KVRange, BackwardInputs] | None = None,
 ) -> None:
     """Add to dq. With an `inner` range and its backward inputs, also add through its local blocks
     and the keys before its floor."""
     (inner_range, inner_bwd), (dq_out, add) = inner or (None, None), dq.next_launch()
-    call = facts(q, k, v, kv_range, scale, inner_range, prefix, gated=bwd.gated, add=add)
+    call = facts((q, k, v), kv_range, scale, inner_range, prefix, gated=bwd.gated, add=add)
     launch_plan, rows = plan("dq", call, launch.tuning()), backward_rows(bwd, inner_bwd)
-    run("dq", launch_plan, q, k, v, kv_range, prefix, rows=rows, dq=dq_out, scale=scale)
+    run("dq", launch_plan, (q, k, v), kv_range, prefix, rows=rows, dq=dq_out, scale=scale)
 
 
 def backward_kv(
@@ -658,10 +577,10 @@ def backward_kv(
 ) -> Partials:
     """Partial dk and dv; with `inner` also through its local blocks, without the prefix."""
     inner_range, inner_bwd = inner or (None, None)
-    call = facts(q, k, v, kv_range, scale, inner_range, gated=bwd.gated)
+    call = facts((q, k, v), kv_range, scale, inner_range, None, gated=bwd.gated)
     launch_plan, rows = plan("dkv", call, launch.tuning()), backward_rows(bwd, inner_bwd)
     dk, dv = (t.new_empty(launch_plan.grid[-1], *t.shape, dtype=torch.float32) for t in (k, v))
-    run("dkv", launch_plan, q, k, v, kv_range, rows=rows, dk=dk, dv=dv, scale=scale)
+    run("dkv", launch_plan, (q, k, v), kv_range, None, rows=rows, dk=dk, dv=dv, scale=scale)
     return dk, dv
 
 
@@ -669,9 +588,9 @@ def backward_prefix(
     q: Tensor, prefix: tuple[Tensor, Tensor], kv_range: KVRange, scale: float, bwd: BackwardInputs
 ) -> Partials:
     """Partial dk and dv of a prefix."""
-    kind = CAUSAL_WINDOW if kv_range.causal_prefix else EVERYTHING
+    kind = steps.CAUSAL_WINDOW if kv_range.causal_prefix else steps.EVERYTHING
     visible = KVRange(
-        kind.value, UNLIMITED, start=kv_range.start, starts=kv_range.starts,
+        kind.value, launch.UNLIMITED, start=kv_range.start, starts=kv_range.starts,
         soft_cap=kv_range.soft_cap,
     )  # fmt: skip
     return backward_kv(q, *prefix, visible, scale, bwd)

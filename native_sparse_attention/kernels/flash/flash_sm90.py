@@ -1,20 +1,18 @@
 """Attention over KV ranges and its backward as in `flash.py`, for Hopper GPUs. In Gluon.
 
-A persistent program processes work tiles of CONSUMERS x ROWS query rows (tokens x heads of a
-group). Two consumer warpgroups own ROWS rows each and keep their accumulators in registers. A
+Forward and dq: a persistent program processes work tiles of CONSUMERS x ROWS query rows (tokens x
+heads of a group). Two consumer warpgroups own ROWS rows each, with accumulators in registers. A
 producer warp loads blocks of keys and values into a ring buffer that both consumers read, and
-prefetches the next work tile's queries. Consumers release a ring slot at its named barrier.
+prefetches the next work tile's queries. Consumers release a ring slot at its named barrier. While
+one consumer waits or forms probabilities, the tensor cores work for the other.
 
 With local blocks inside a window, the local blocks come first, then the rest of the window, then
 the initial blocks; both softmaxes start from the local blocks' partial sums. With local blocks
 alone, the initial blocks are the prefix.
 
-dq is as the forward. For dk and dv a program owns a block of CONSUMERS x KEYS keys and one split of
-the query tiles that see it. Two consumer warpgroups own KEYS keys each, with their dk and dv in
-registers. A producer warp loads query tiles into a ring buffer that both consumers read. While one
-consumer waits or forms probabilities, the tensor cores work for the other. A product [keys,
-queries] is the left operand of the next one, in registers. In a window, the query tiles that see
-some of the keys as local blocks come first.
+dk and dv: a program owns a block of CONSUMERS x KEYS keys and one split of the query tiles that see
+it; the ring buffer holds query tiles, first those that see some of the keys as local blocks. A
+product [keys, queries] is the left operand of the next one, in registers.
 """
 
 from __future__ import annotations
@@ -34,17 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..common import gluon_sm90 as hopper
 from ..common import launch
-from ..common.gluon_sm90 import (
-    barriers,
-    buffers,
-    load_box,
-    load_elements,
-    named_barrier,
-    probabilities,
-    store_box,
-    thread_barrier,
-)
 from ..common.launch import Plan, cdiv
 from ..common.precompile import launcher
 from ..common.primitives import BEHIND, CAUSAL_WINDOW, LARGEST_BOUND, LOCAL_BLOCKS
@@ -91,8 +80,7 @@ TileRows = namedtuple(
 ForwardRows = namedtuple("ForwardRows", "lse inner_lse norms")
 # compile-time settings of the three kernels
 Settings = namedtuple(
-    "Settings",
-    "K G STAGES KIND STRIDE INNER INNER_STRIDE PREFIX BOUNDED GATED ADD REGISTERS",
+    "Settings", "K G STAGES KIND STRIDE INNER INNER_STRIDE PREFIX BOUNDED GATED ADD REGISTERS"
 )
 
 # one compiled kernel for all lengths
@@ -109,8 +97,7 @@ def problem(start, T, N, P, kv_range, scale, tiles, B, F: gl.constexpr):
 
 @gluon.jit
 def work_tile(i):
-    """Index of this program's i-th work tile. Every second round assigns them in reverse: work
-    tiles get shorter, so this balances the programs."""
+    """This program's i-th work tile. Tiles get shorter: every second round is in reverse order."""
     programs, number = gl.num_programs(0), gl.program_id(0)
     return i * programs + gl.where(i % 2 == 0, number, programs - 1 - number)
 
@@ -146,8 +133,8 @@ def local_start(position, kv_range):
 
 @gluon.jit
 def prefix_range(position, first, P, KIND: gl.constexpr):
-    """End of the prefix keys that each position sees; end of those that all positions from `first`
-    on see. The prefix of local blocks is causal, learned memory is not."""
+    """End of the prefix keys that each position sees, and that all positions from `first` on see.
+    The prefix of local blocks is causal, learned memory is not."""
     hi, all_hi = position * 0 + P, first * 0 + P
     if KIND == LOCAL_BLOCKS:
         hi, all_hi = gl.minimum(position + 1, hi), gl.minimum(first + 1, all_hi)
@@ -208,14 +195,13 @@ def read_rows(t, smem, bar, b, token, head):
     """Load a tile's rows of t, one TMA box per consumer."""
     for consumer in gl.static_range(CONSUMERS):
         corner = [b, token + consumer * t.block_shape[1], head, 0]
-        load_box(t, corner, bar, smem.index(consumer))
+        hopper.load_box(t, corner, bar, smem.index(consumer))
 
 
 @gluon.jit
 def produce(boxes, call, memory, F: gl.constexpr, BACKWARD: gl.constexpr):
-    """The producer warp. It loads a tile's queries, then its KV blocks and those of a prefix into
-    the stages of the ring buffer, as consumers release them. BACKWARD: it also loads d_out and,
-    with ADD, dq after the blocks."""
+    """The producer warp: loads a tile's queries, its KV blocks and a prefix. BACKWARD: also
+    d_out and, with ADD, dq after the blocks."""
     BYTES: gl.constexpr = CONSUMERS * ROWS * D * 2
     TOKENS: gl.constexpr = CONSUMERS * ROWS // F.G
     q_bar = memory.q_bar.index(0)
@@ -224,7 +210,7 @@ def produce(boxes, call, memory, F: gl.constexpr, BACKWARD: gl.constexpr):
         tile, b, h = tile_position(iteration, call, F.K)
         local, num_local, begin, num_outer, num_initial = blocks_of(tile, call, TOKENS, F)
         if iteration > 0:
-            named_barrier("sync", QUERIES, THREADS)
+            hopper.named_barrier("sync", QUERIES, THREADS)
         mbarrier.expect(q_bar, 2 * BYTES if BACKWARD else BYTES)
         read_rows(boxes.q, memory.q, q_bar, b, tile * TOKENS, h * F.G)
         if BACKWARD:
@@ -235,30 +221,30 @@ def produce(boxes, call, memory, F: gl.constexpr, BACKWARD: gl.constexpr):
             block = gl.where(j >= num_local + num_outer, j - num_local - num_outer, block)
             slot = turn % F.STAGES
             if turn >= F.STAGES:
-                named_barrier("sync", slot, THREADS)
+                hopper.named_barrier("sync", slot, THREADS)
             bar = memory.full.index(slot)
             mbarrier.expect(bar, KEYS * D * 4)
             is_prefix = False
             if F.PREFIX:
                 is_prefix = j >= num_local + num_outer
                 corner = [b * boxes.each, block * KEYS, h, 0]
-                load_box(boxes.pk, corner, bar, memory.k.index(slot), pred=is_prefix)
-                load_box(boxes.pv, corner, bar, memory.v.index(slot), pred=is_prefix)
+                hopper.load_box(boxes.pk, corner, bar, memory.k.index(slot), pred=is_prefix)
+                hopper.load_box(boxes.pv, corner, bar, memory.v.index(slot), pred=is_prefix)
             corner = [b, block * KEYS, h, 0]
-            load_box(boxes.k, corner, bar, memory.k.index(slot), pred=not is_prefix)
-            load_box(boxes.v, corner, bar, memory.v.index(slot), pred=not is_prefix)
+            hopper.load_box(boxes.k, corner, bar, memory.k.index(slot), pred=not is_prefix)
+            hopper.load_box(boxes.v, corner, bar, memory.v.index(slot), pred=not is_prefix)
             turn += 1
         if F.ADD:
             if iteration > 0:
-                named_barrier("sync", ADDED, THREADS)
+                hopper.named_barrier("sync", ADDED, THREADS)
             mbarrier.expect(memory.out_bar.index(0), BYTES)
             read_rows(boxes.out, memory.out, memory.out_bar.index(0), b, tile * TOKENS, h * F.G)
-    named_barrier("sync", QUERIES, THREADS)
+    hopper.named_barrier("sync", QUERIES, THREADS)
     if F.ADD:
-        named_barrier("sync", ADDED, THREADS)
-    # wait until the consumers have released all stages, so that every barrier completes
+        hopper.named_barrier("sync", ADDED, THREADS)
+    # complete every barrier before the warp exits
     for i in range(gl.maximum(turn - F.STAGES, 0), turn):
-        named_barrier("sync", i % F.STAGES, THREADS)
+        hopper.named_barrier("sync", i % F.STAGES, THREADS)
 
 
 @gluon.jit
@@ -293,23 +279,19 @@ def process_blocks(
         left = gl.convert_layout(p.to(memory.k.dtype), LEFT)
         acc = warpgroup_mma(left, v_tile, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        named_barrier("arrive", slot, THREADS)
+        hopper.named_barrier("arrive", slot, THREADS)
         turn += 1
     return turn, acc, m, l
 
 
-# keys that each row must see for the row bound to be used, as in `primitives.measured_from`
-FEWEST = gl.constexpr(16)
-
-
 @gluon.jit
 def measured_from(q, key_norm, scale_log2, keys, real, m):
-    """The row bounds, if all are small and the rows see enough keys, else m; and whether the bounds
-    are used."""
+    """The row bounds, if all are small and each row sees at least 16 keys, else m; and whether the
+    bounds are used. See `primitives.measured_from`."""
     x = q.to(gl.float32)
     bound = gl.convert_layout(gl.sqrt(gl.sum(x * x, 1)), m.type.layout)
     bound = bound * (key_norm * gl.abs(scale_log2))
-    most = gl.max(gl.where((keys < FEWEST) & real, float("inf"), bound), 0)
+    most = gl.max(gl.where((keys < 16) & real, float("inf"), bound), 0)
     is_bounded = most <= LARGEST_BOUND
     return gl.where(is_bounded, bound, m), is_bounded
 
@@ -323,15 +305,14 @@ def write(out, lse, smem, acc, m, l, corner, row, real):
     tma.store_wait(0)  # the previous contents are written
     smem.reshape(acc.shape).store((acc * inverse_l[:, None]).to(smem.dtype))
     fence_async_shared()
-    store_box(out, corner, smem)
+    hopper.store_box(out, corner, smem)
     log = gl.where(empty, float("-inf"), (m + gl.log2(l)) * 0.6931471805599453)
     gl.store(lse + row, log, mask=real)
 
 
 @gluon.jit
 def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
-    """One consumer warpgroup. It subtracts row bounds from the logits if they are small enough. Of
-    the two code paths, with and without bounds, one processes no blocks."""
+    """One consumer warpgroup. Of two code paths, with and without row bounds, one has no blocks."""
     i, scale_log2, floor = gl.arange(0, ROWS, ROW), call.scale, call.inner_floor
     turn = 0
     if F.BOUNDED:
@@ -357,7 +338,7 @@ def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.co
         if F.BOUNDED:
             m, is_bounded = measured_from(q, key_norm, scale_log2, keys, x.real, m)
         fence_async_shared()  # TMA may overwrite q after this load
-        named_barrier("arrive", QUERIES, THREADS)
+        hopper.named_barrier("arrive", QUERIES, THREADS)
         if F.BOUNDED:  # prefetch for the next work tile
             _, next_b, next_h = tile_position(iteration + 1, call, F.K)
             key_norm = gl.load(rows.norms + next_b * F.K + next_h)
@@ -370,6 +351,7 @@ def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.co
             active = is_bounded == (path == 0)
             num_outer = gl.where(active, blocks.num_outer, 0)
             num_initial = gl.where(active, blocks.num_initial, 0)
+            outer_hi, outer_all_hi = hi, all_hi
             if F.INNER:
                 turn, acc, m, l = process_blocks(
                     memory, q, turn, acc, m, l, blocks.local, gl.where(active, blocks.num_local, 0),
@@ -377,11 +359,13 @@ def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.co
                     scale_log2, path == 0,
                 )  # fmt: skip
                 inner_acc, inner_m, inner_l = acc, m, l
-                turn, acc, m, l = process_blocks(
-                    memory, q, turn, acc, m, l, blocks.begin, num_outer, lo,
-                    gl.minimum(hi, local_lo), all_lo,
-                    gl.minimum(all_hi, local_start(x.first, call)), scale_log2, path == 0,
-                )  # fmt: skip
+                outer_hi = gl.minimum(hi, local_lo)
+                outer_all_hi = gl.minimum(all_hi, local_start(x.first, call))
+            turn, acc, m, l = process_blocks(
+                memory, q, turn, acc, m, l, blocks.begin, num_outer, lo, outer_hi, all_lo,
+                outer_all_hi, scale_log2, path == 0,
+            )  # fmt: skip
+            if F.INNER:
                 if active:
                     write(out, rows.lse, smem, acc, m, l, corner, x.row, x.real)
                 turn, inner_acc, inner_m, inner_l = process_blocks(
@@ -394,11 +378,6 @@ def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.co
                         inner_out, rows.inner_lse, smem, inner_acc, inner_m, inner_l, corner, x.row,
                         x.real,
                     )  # fmt: skip
-            else:
-                turn, acc, m, l = process_blocks(
-                    memory, q, turn, acc, m, l, blocks.begin, num_outer, lo, hi, all_lo, all_hi,
-                    scale_log2, path == 0,
-                )  # fmt: skip
             if F.PREFIX:  # the bounds do not cover learned memory
                 turn, acc, m, l = process_blocks(
                     memory, q, turn, acc, m, l, 0, num_initial, lo * 0, prefix_hi, 0,
@@ -414,15 +393,15 @@ def nsa_flash_fwd_sm90(
     q, k, v, pk, pv, out, inner_out, rows, kv_range, start, T, N, P, each, scale_log2, tiles, B,
     F: gl.constexpr,
 ):  # fmt: skip
-    """One persistent program per multiprocessor: attention of query tiles of a sequence and KV
-    head. It reads their queries and the keys and values that they see, and writes out and lse."""
+    """One persistent program per multiprocessor: out and lse of query tiles of a sequence and KV
+    head, from the queries and the keys and values that they see."""
     call = problem(start, T, N, P, kv_range, scale_log2, tiles, B, F)
-    q_smem, out_smem = buffers(q, CONSUMERS), buffers(out, CONSUMERS)
-    k_smem, v_smem = buffers(k, F.STAGES), buffers(v, F.STAGES)
-    q_bar, full = barriers(1, 1), barriers(F.STAGES, 1)
+    q_smem, out_smem = hopper.buffers(q, CONSUMERS), hopper.buffers(out, CONSUMERS)
+    k_smem, v_smem = hopper.buffers(k, F.STAGES), hopper.buffers(v, F.STAGES)
+    q_bar, full = hopper.barriers(1, 1), hopper.barriers(F.STAGES, 1)
     memory = Memory(q_smem, q_smem, out_smem, k_smem, v_smem, q_bar, q_bar, full)
     fence_async_shared()
-    thread_barrier()
+    hopper.thread_barrier()
     gl.warp_specialize(
         [
             (consume, (out, inner_out, rows, call, memory, 0, F)),
@@ -432,9 +411,6 @@ def nsa_flash_fwd_sm90(
         [4, 1],
         [F.REGISTERS, 24],
     )
-
-
-# the backward
 
 
 @gluon.jit
@@ -458,16 +434,16 @@ def process_dq_blocks(
         n = n0 + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))
         if (n0 < all_lo) | (n0 + KEYS > all_hi):
             s = gl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
-        ds = probabilities(s, scale_log2, lse[:, None], delta[:, None], GATED)
+        ds = hopper.probabilities(s, scale_log2, lse[:, None], delta[:, None], GATED)
         ds = ds * (dp - delta[:, None])
         if BOTH:
             s = gl.where(n[None] >= other_lo[:, None], s, float("-inf"))
-            p = probabilities(s, scale_log2, other_lse[:, None], other_delta[:, None], GATED)
+            p = hopper.probabilities(s, scale_log2, other_lse[:, None], other_delta[:, None], GATED)
             ds += p * (dp - other_delta[:, None])
         left = gl.convert_layout(ds.to(memory.k.dtype), LEFT)
         acc = warpgroup_mma(left, k_tile, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        named_barrier("arrive", slot, THREADS)
+        hopper.named_barrier("arrive", slot, THREADS)
         turn += 1
     return turn, acc
 
@@ -501,13 +477,13 @@ def consume_dq(dq, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
         q = memory.q.index(CONSUMER).reshape([ROWS, D]).load(QUERY)
         d_out = memory.d_out.index(CONSUMER).reshape([ROWS, D]).load(QUERY)
         fence_async_shared()  # TMA may overwrite q and d_out after these loads
-        named_barrier("arrive", QUERIES, THREADS)
+        hopper.named_barrier("arrive", QUERIES, THREADS)
         # prefetch for the next work tile
         next_rows = load_lse_delta(iteration + 1, i, call, rows, CONSUMER, F)
         tma.store_wait(0)  # the previous work tile's dq is written
         if F.ADD:  # noqa: SIM102
             if iteration > 0:
-                named_barrier("arrive", ADDED, THREADS)
+                hopper.named_barrier("arrive", ADDED, THREADS)
         acc = gl.zeros([ROWS, D], gl.float32, ACC)
         hi_before, all_before = hi, all_hi
         if F.INNER:
@@ -545,10 +521,10 @@ def consume_dq(dq, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
             acc += smem.reshape([ROWS, D]).load(ACC).to(gl.float32)
         smem.reshape([ROWS, D]).store(acc.to(smem.dtype))
         fence_async_shared()
-        store_box(dq, [x.b, x.token, x.h * F.G, 0], smem)
+        hopper.store_box(dq, [x.b, x.token, x.h * F.G, 0], smem)
     tma.store_wait(0)
     if F.ADD:
-        named_barrier("arrive", ADDED, THREADS)
+        hopper.named_barrier("arrive", ADDED, THREADS)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -556,16 +532,16 @@ def nsa_flash_dq_sm90(
     q, k, v, pk, pv, d_out, dq, rows, kv_range, start, T, N, P, each, scale, tiles, B,
     F: gl.constexpr,
 ):  # fmt: skip
-    """One persistent program per multiprocessor: dq of query tiles of a sequence and KV head. It
-    reads their `rows` and the keys and values that they see. With ADD adds to dq."""
+    """One persistent program per multiprocessor: dq of query tiles of a sequence and KV head; with
+    ADD added to what is there."""
     call = problem(start, T, N, P, kv_range, scale, tiles, B, F)
-    q_smem, do_smem = buffers(q, CONSUMERS), buffers(d_out, CONSUMERS)
-    dq_smem = buffers(dq, CONSUMERS)
-    k_smem, v_smem = buffers(k, F.STAGES), buffers(v, F.STAGES)
-    q_bar, dq_bar, full = barriers(1, 1), barriers(1, 1), barriers(F.STAGES, 1)
+    q_smem, do_smem = hopper.buffers(q, CONSUMERS), hopper.buffers(d_out, CONSUMERS)
+    dq_smem = hopper.buffers(dq, CONSUMERS)
+    k_smem, v_smem = hopper.buffers(k, F.STAGES), hopper.buffers(v, F.STAGES)
+    q_bar, dq_bar, full = hopper.barriers(1, 1), hopper.barriers(1, 1), hopper.barriers(F.STAGES, 1)
     memory = Memory(q_smem, do_smem, dq_smem, k_smem, v_smem, q_bar, dq_bar, full)
     fence_async_shared()
-    thread_barrier()
+    hopper.thread_barrier()
     gl.warp_specialize(
         [
             (consume_dq, (dq, rows, call, memory, 0, F)),
@@ -628,28 +604,28 @@ def produce_dkv(q, d_out, k, v, rows, T, n0, b, h, begin, end, memory, F: gl.con
     mbarrier.expect(memory.kv_bar.index(0), CONSUMERS * KEYS * D * 4)
     for consumer in gl.static_range(CONSUMERS):
         corner = [b, n0 + consumer * KEYS, h, 0]
-        load_box(k, corner, memory.kv_bar.index(0), memory.k.index(consumer))
-        load_box(v, corner, memory.kv_bar.index(0), memory.v.index(consumer))
+        hopper.load_box(k, corner, memory.kv_bar.index(0), memory.k.index(consumer))
+        hopper.load_box(v, corner, memory.kv_bar.index(0), memory.v.index(consumer))
     for tile in range(begin, end):
         i = tile - begin
         slot = i % F.STAGES
         if i >= F.STAGES:
-            named_barrier("sync", slot, THREADS)
+            hopper.named_barrier("sync", slot, THREADS)
         bar = memory.full.index(slot)
         mbarrier.expect(bar, ROWS * D * 4)
         corner = [b, tile * TOKENS, h * F.G, 0]
-        load_box(q, corner, bar, memory.q.index(slot))
-        load_box(d_out, corner, bar, memory.d_out.index(slot))
+        hopper.load_box(q, corner, bar, memory.q.index(slot))
+        hopper.load_box(d_out, corner, bar, memory.d_out.index(slot))
         # padding rows load the last token's finite lse and delta; they see no key
         token = gl.minimum(tile * TOKENS + row // F.G, T - 1)
         row_offset = (b * T + token).to(gl.int64) * (F.K * F.G) + h * F.G + row % F.G
         for index in gl.static_range(4 if F.INNER else 2):
             slot_rows = memory.rows.index(slot * 4 + index)
-            load_elements(slot_rows, rows[index + 1] + row_offset)
+            hopper.load_elements(slot_rows, rows[index + 1] + row_offset)
         async_copy.mbarrier_arrive(bar, increment_count=False)
     # complete every barrier before the warp exits
     for i in range(gl.maximum(end - begin - F.STAGES, 0), gl.maximum(end - begin, 0)):
-        named_barrier("sync", i % F.STAGES, THREADS)
+        hopper.named_barrier("sync", i % F.STAGES, THREADS)
 
 
 @gluon.jit
@@ -695,14 +671,14 @@ def accumulate(
         lo, hi = gl.convert_layout(first, KEY), gl.convert_layout(end, KEY)
         sees = (position[None] >= lo[:, None]) & (position[None] < hi[:, None])
         s = gl.where(sees, s, float("-inf"))
-    p = probabilities(s, scale_log2, lse[None], delta[None], F.GATED)
+    p = hopper.probabilities(s, scale_log2, lse[None], delta[None], F.GATED)
     ds = p * (dp - delta[None])
     if LOCAL:
         lse = rows.index(slot * 4 + 2).slice(first_row, M, 0).load(COLUMN)
         delta = rows.index(slot * 4 + 3).slice(first_row, M, 0).load(COLUMN)
         hi = gl.convert_layout(local_end, KEY)
         s = gl.where(position[None] < hi[:, None], s, float("-inf"))
-        local_p = probabilities(s, scale_log2, lse[None], delta[None], F.GATED)
+        local_p = hopper.probabilities(s, scale_log2, lse[None], delta[None], F.GATED)
         p += local_p
         ds += local_p * (dp - delta[None])
     dv = warpgroup_mma(gl.convert_layout(p.to(dtype), LEFT), do_tile, dv, is_async=True)
@@ -743,7 +719,7 @@ def consume_dkv(dk, dv, n0, b, h, tiles, call, memory, CONSUMER: gl.constexpr, F
                     memory.rows, slot, first, call.start + tile * (ROWS // F.G), bounds, masked,
                     scale_log2, phase == 0, F,
                 )  # fmt: skip
-            named_barrier("arrive", slot, THREADS)
+            hopper.named_barrier("arrive", slot, THREADS)
     entry = ((gl.program_id(1) * B + b) * N + key).to(gl.int64) * F.K + h
     offset = entry[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, ACC))[None]
     gl.store(dk + offset, dk_acc * call.scale, mask=(key < N)[:, None])
@@ -754,21 +730,21 @@ def consume_dkv(dk, dv, n0, b, h, tiles, call, memory, CONSUMER: gl.constexpr, F
 def nsa_flash_dkv_sm90(
     q, k, v, d_out, dk, dv, rows, kv_range, start, T, N, scale, blocks, B, F: gl.constexpr
 ):
-    """One program owns a block of keys and one split (axis 1) of the queries that see it. It reads
-    their `rows` and writes partial dk and dv, [splits, B, N, K, D]."""
+    """One program owns a block of keys and one split (axis 1) of the queries that see it. It writes
+    partial dk and dv, [splits, B, N, K, D]."""
     call = problem(start, T, N, 0, kv_range, scale, 0, B, F)
     n0 = gl.program_id(0) % blocks * (CONSUMERS * KEYS)
     b, h = gl.program_id(0) // blocks // F.K, gl.program_id(0) // blocks % F.K
     tiles = query_tile_range(n0, call, F)
-    k_smem, v_smem = buffers(k, CONSUMERS), buffers(v, CONSUMERS)
-    q_smem, do_smem = buffers(q, F.STAGES), buffers(d_out, F.STAGES)
+    k_smem, v_smem = hopper.buffers(k, CONSUMERS), hopper.buffers(v, CONSUMERS)
+    q_smem, do_smem = hopper.buffers(q, F.STAGES), hopper.buffers(d_out, F.STAGES)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rows_smem = gl.allocate_shared_memory(gl.float32, [F.STAGES * 4, ROWS.value], FLAT)
     # 33 arrivals per stage: one for TMA, 32 of the lanes that copy lse and delta
-    kv_bar, full = barriers(1, 1), barriers(F.STAGES, 33)
+    kv_bar, full = hopper.barriers(1, 1), hopper.barriers(F.STAGES, 33)
     memory = RingMemory(k_smem, v_smem, q_smem, do_smem, rows_smem, kv_bar, full)
     fence_async_shared()
-    thread_barrier()
+    hopper.thread_barrier()
     gl.warp_specialize(
         [
             (consume_dkv, (dk, dv, n0, b, h, tiles, call, memory, 0, F)),
@@ -780,17 +756,15 @@ def nsa_flash_dkv_sm90(
     )
 
 
-# launches
-
+KERNELS = {"forward": nsa_flash_fwd_sm90, "dq": nsa_flash_dq_sm90, "dkv": nsa_flash_dkv_sm90}
 # stages of the ring buffer, and registers per consumer thread
 STAGES, REGISTERS = {"forward": 4, "dq": 3, "dkv": 3}, 240
-# a forward with one softmax: registers per consumer thread and on average; at most four spill.
-# Programs of short kernels can then run on the same multiprocessor
+# a forward with one softmax: registers per consumer thread and on average, so that programs of
+# short kernels can run on the same multiprocessor
 FEWER_REGISTERS, AVERAGE_REGISTERS = 160, 120
 # the fewest query tiles per split of dk and dv, if the splits fill the GPU
 MIN_SPLIT_TILES = 64
-# the fewest query tiles per multiprocessor: 3.9 were measured faster; with fewer tiles, programs of
-# half the rows use more multiprocessors
+# the fewest query tiles per multiprocessor; with fewer, programs of half the rows are faster
 MIN_TILES = 3
 
 
@@ -801,9 +775,9 @@ def query_tiles(call: Any) -> tuple[int, int]:
 
 
 def is_supported(kernel: str, call: Any) -> bool:
-    """Whether `kernel`, "forward", "dq" or "dkv", supports a call (`flash.Facts`) and has enough
-    tiles to be faster. `launch.using({"flash_sm90": True})` ignores the number of tiles; False, or
-    a requested tile config, disables the kernel."""
+    """Whether `kernel` "forward", "dq" or "dkv" supports a call (`flash.Facts`) and is faster.
+    `launch.using({"flash_sm90": True})` ignores the number of tiles; False, or a requested tile
+    config, disables the kernel."""
     q, k, v, prefix = call.q, call.k, call.v, call.prefix
     kv_range, inner = call.kv_range, call.inner
     forced = launch.override.get("flash_sm90")
@@ -827,7 +801,6 @@ def is_supported(kernel: str, call: Any) -> bool:
 
 
 def plan(kernel: str, call: Any) -> Plan:
-    """The launch of `kernel` "forward", "dq" or "dkv"."""
     (B, T), (N, K), kv_range, inner = call.q.shape[:2], call.k.shape[1:3], call.kv_range, call.inner
     options, registers = dict(num_warps=4), REGISTERS
     if kernel == "forward" and inner is None:
@@ -857,38 +830,29 @@ def plan(kernel: str, call: Any) -> Plan:
     return Plan(grid, args, is_sm90=True)
 
 
-def run(
-    kernel: str,
-    launch_plan: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: int,
-    prefix: tuple[Tensor, Tensor] | None,
-    **args: Any,
-) -> None:
+def run(kernel: str, launch_plan: Plan, tensors: Any, start: int, prefix: Any, **args: Any) -> None:
     """Launch a planned kernel on queries from position `start` on. Of a prefix that all sequences
     share it reads the first sequence's; other keys stand in for a missing one."""
-    tensors: dict[str, Tensor] = dict(q=q)
+    q, k, v = tensors
+    queries: dict[str, Tensor] = dict(q=q)
     if kernel == "forward":
-        outputs = args.pop("outputs")
-        args["rows"] = ForwardRows(outputs.lse, outputs.inner_lse, args.pop("norms"))
-        tensors["out"] = outputs.out
-        tensors["inner_out"] = outputs.out if outputs.inner_out is None else outputs.inner_out
+        out, lse, inner_out, inner_lse = args["outputs"]
+        queries |= dict(out=out, inner_out=out if inner_out is None else inner_out)
+        rows = ForwardRows(lse, inner_lse, args["norms"])
+        args = dict(rows=rows, scale_log2=args["scale_log2"])
     else:
-        tensors["d_out"] = args["rows"].d_out
+        queries["d_out"] = args["rows"].d_out
     if kernel == "dq":
-        tensors["dq"] = args["dq"]
+        queries["dq"] = args["dq"]
     groups, width = launch_plan.args["F"].G, D.value
     query_box, key_box = [1, ROWS.value // groups, groups, width], [1, KEYS.value, 1, width]
-    args |= {name: launch.gluon_box(t, query_box) for name, t in tensors.items()}
+    args |= {name: launch.gluon_box(t, query_box) for name, t in queries.items()}
     args["k"], args["v"] = (launch.gluon_box(t, key_box) for t in (k, v))
     if prefix is not None:
         first = (t if t.stride(0) else t[0][None] for t in prefix)
         args["pk"], args["pv"] = (launch.gluon_box(t, key_box) for t in first)
     elif kernel != "dkv":
         args["pk"], args["pv"] = args["k"], args["v"]
-    kernels = {"forward": nsa_flash_fwd_sm90, "dq": nsa_flash_dq_sm90, "dkv": nsa_flash_dkv_sm90}
-    launcher(kernels[kernel], launch_plan.grid)(
+    launcher(KERNELS[kernel], launch_plan.grid)(
         start=start, T=q.shape[1], N=k.shape[1], **args, **launch_plan.args
     )
