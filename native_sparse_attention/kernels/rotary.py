@@ -36,17 +36,17 @@ Settings = namedtuple(
 
 @triton.jit
 def rotate_rows(
-    x, added, out, b, position, freq, t, first, T, H, out_t, F: tl.constexpr,
-    ROTATED: tl.constexpr, ADD: tl.constexpr,
+    x, added, out, b, angle, t, group, T, H, out_t, F: tl.constexpr, ROTATED: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
-    """Rotate TILES x HEADS heads of x from `first` on, of tokens t of row b, and write them to
-    `out`, where the heads of a token are contiguous. A pair turns by `freq` radians per position.
-    ADD adds rows of `added` without rotation. All loads come before the first store: none waits
-    for a store."""
+    """Rotate the group's TILES x HEADS heads of x, of tokens t of row b, by `angle` [TOKENS, pairs]
+    and write them to `out`, where the heads of a token are contiguous. ADD adds rows of `added`
+    without rotation. All loads come before the first store: none waits for a store."""
     TOKENS: tl.constexpr = F.TOKENS
     HEADS: tl.constexpr = F.HEADS
     TILES: tl.constexpr = F.TILES
     token = tl.reshape(tl.broadcast_to(t[:, None], [TOKENS, HEADS]), [TOKENS * HEADS]).to(tl.int64)
+    first = group * (HEADS * TILES)
     head = (first + tl.arange(0, TOKENS * HEADS) % HEADS).to(tl.int64)
     tiles, addends = (), ()
     for i in tl.static_range(TILES):
@@ -56,7 +56,7 @@ def rotate_rows(
         if ADD:
             offset = token * added.n + h * added.h
             addends += (load_rows(added.ptr + b * added.b, offset, F.D, F.BLOCK_D, mask),)
-    angle = position[:, None] * freq[None]
+    out += b * T * out_t
     cos, sin = tl.cos(angle)[:, None], tl.sin(angle)[:, None]
     for i in tl.static_range(TILES):
         rows, h = tiles[i].to(tl.float32), head + i * HEADS
@@ -74,8 +74,12 @@ def rotate_rows(
 
 
 @triton.jit
-def load_angles(angles, t, b, start, factor, T, F: tl.constexpr):
-    """Positions of tokens t of row b over `factor`, and the frequency of each pair."""
+def program_angles(angles, start, factor, T, F: tl.constexpr):
+    """This program's group of heads, row and tokens, and the angles [TOKENS, pairs]: a token's
+    position over `factor`, times the frequency of each pair."""
+    tile, b, _tiles, _rows = grid_position(F.FLIPPED)
+    group, b = tile % F.GROUPS, b.to(tl.int64)
+    t = tile // F.GROUPS * F.TOKENS + tl.arange(0, F.TOKENS)
     if F.HAS_POSITIONS:
         position_ptr = angles.positions + b * angles.b + t.to(tl.int64) * angles.t
         position = tl.load(position_ptr, mask=t < T, other=0)
@@ -85,28 +89,19 @@ def load_angles(angles, t, b, start, factor, T, F: tl.constexpr):
         position = start + t
     pair = tl.arange(0, F.BLOCK_D // 2)
     freq = tl.load(angles.freqs + pair, mask=pair < F.ROTATED // 2, other=0.0).to(tl.float32)
-    return tl.div_rn(position.to(tl.float32), factor), freq
+    return group, b, t, tl.div_rn(position.to(tl.float32), factor)[:, None] * freq[None]
 
 
 @triton.jit(do_not_specialize=["start", "T"])
 def nsa_rotary(q, k, q_out, k_out, angles, start, factor, T, H, K, F: tl.constexpr):
     """One program: TILES x HEADS heads of q, or of k, of TOKENS tokens of a row, rotated to `q_out`
-    or `k_out`. The angle of a pair is the token's position over `factor`, times the pair's
-    frequency."""
-    tile, b, _tiles, _rows = grid_position(F.FLIPPED)
-    group, b = tile % F.GROUPS, b.to(tl.int64)
-    t = tile // F.GROUPS * F.TOKENS + tl.arange(0, F.TOKENS)
-    position, freq = load_angles(angles, t, b, start, factor, T, F)
+    or `k_out`."""
+    group, b, t, angle = program_angles(angles, start, factor, T, F)
     if group < F.Q_GROUPS:
-        out, first = q_out + b * T * H * F.D, group * (F.HEADS * F.TILES)
-        rotate_rows(
-            q, q, out, b, position, freq, t, first, T, H, H * F.D, F, F.ROTATED, False
-        )  # fmt: skip
+        rotate_rows(q, q, q_out, b, angle, t, group, T, H, H * F.D, F, F.ROTATED, False)
     else:
-        out, first = k_out + b * T * K * F.D, (group - F.Q_GROUPS) * (F.HEADS * F.TILES)
-        rotate_rows(
-            k, k, out, b, position, freq, t, first, T, K, K * F.D, F, F.ROTATED, False
-        )  # fmt: skip
+        k_group = group - F.Q_GROUPS
+        rotate_rows(k, k, k_out, b, angle, t, k_group, T, K, K * F.D, F, F.ROTATED, False)
 
 
 @triton.jit(do_not_specialize=["start", "T"])
@@ -114,29 +109,15 @@ def nsa_rotary_bwd(dq, dcq, dk, dck, dv, dcv, out, angles, start, factor, T, H, 
     """One program: gradients of TILES heads of q, k or v of TOKENS tokens of a row, to out
     [B T H+K+K D], the gradient of their projection. For q and k it is the gradient of the rotated
     tensor, rotated back, plus that of the unrotated one; for v the sum of both gradients."""
-    tile, b, _tiles, _rows = grid_position(F.FLIPPED)
-    group, b = tile % F.GROUPS, b.to(tl.int64)
-    t = tile // F.GROUPS * F.TOKENS + tl.arange(0, F.TOKENS)
-    position, freq = load_angles(angles, t, b, start, factor, T, F)
+    group, b, t, angle = program_angles(angles, start, factor, T, F)
+    k_group, v_group = group - F.Q_GROUPS, group - F.Q_GROUPS - F.K_GROUPS
     out_t = (H + 2 * K) * F.D
-    out += b * T * out_t
     if group < F.Q_GROUPS:
-        rotate_rows(
-            dq, dcq, out, b, position, freq, t, group * F.TILES, T, H, out_t, F, F.ROTATED, True
-        )
+        rotate_rows(dq, dcq, out, b, angle, t, group, T, H, out_t, F, F.ROTATED, True)
     elif group < F.Q_GROUPS + F.K_GROUPS:
-        first = (group - F.Q_GROUPS) * F.TILES
-        rotate_rows(
-            dk, dck, out + H * F.D, b, position, freq, t, first, T, K, out_t, F, F.ROTATED, True
-        )
+        rotate_rows(dk, dck, out + H * F.D, b, angle, t, k_group, T, K, out_t, F, F.ROTATED, True)
     else:
-        first = (group - F.Q_GROUPS - F.K_GROUPS) * F.TILES
-        rotate_rows(
-            dv, dcv, out + (H + K) * F.D, b, position, freq, t, first, T, K, out_t, F, 0, True
-        )
-
-
-# launches
+        rotate_rows(dv, dcv, out + (H + K) * F.D, b, angle, t, v_group, T, K, out_t, F, 0, True)
 
 
 def angle_arguments(freqs: Tensor, starts: Tensor | None, positions: Tensor | None) -> Angles:

@@ -1,8 +1,8 @@
 """Gluon helpers of the `_sm90` kernels: names of several versions of Triton, buffers between
-producer and consumer warps, and the softmax and the epilogue of a tile.
+producer and consumer warps, and the epilogue of a tile.
 
-A "full" barrier (mbarrier) lies in shared memory and counts the bytes that arrive in a slot. A
-named barrier of some warps releases a slot: consumers arrive and continue, the producer waits.
+A "full" barrier (mbarrier) counts the bytes that arrive in a slot of shared memory. A named barrier
+of some warps releases a slot: consumers arrive and continue, the producer waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ store_box = first_of(tma, "async_store", "async_copy_shared_to_global")
 reinterpret = first_of(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 # cp.async loads of elements by threads
 load_elements = first_of(async_copy, "async_load", "async_copy_global_to_shared")
-
 
 # first free named barrier: Triton uses the lower numbers
 FIRST_BARRIER = gl.constexpr(8)

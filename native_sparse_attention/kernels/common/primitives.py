@@ -1,8 +1,5 @@
-"""Steps common to the kernels. A tile has M rows: the tokens of a tile times the G heads of a
-group.
-
-All logits are in units of log2 (multiplied by `scale * log2 e`), so that `exp2` is the exponential.
-"""
+"""Steps common to the kernels. A tile has M rows: its tokens times the G heads of a group. Logits
+are in units of log2 (multiplied by `scale * log2 e`), so that `exp2` is the exponential."""
 
 from collections import namedtuple
 
@@ -19,7 +16,6 @@ LOCAL_BLOCKS = tl.constexpr(4)  # i's block of `stride` tokens, up to i, and `re
 # largest row bound (units of log2) that is subtracted in place of the row maximum
 LARGEST_BOUND = tl.constexpr(48.0)
 
-
 # a tensor as one kernel argument: its pointer, and the strides of sequences or pages, of positions
 # and of heads. Triton binds a named tuple in less time than flat arguments
 Strided = namedtuple("Strided", "ptr b n h")
@@ -29,8 +25,7 @@ Gates = namedtuple("Gates", "ptr b t h branch")
 
 @triton.jit
 def grid_position(FLIPPED: tl.constexpr):
-    """This program's tile and line in a grid of tiles x lines (batch rows x heads), and the number
-    of tiles and of lines; see `launch.grid`."""
+    """This program's tile and line in a grid of `launch.grid`, and the number of both."""
     TILES: tl.constexpr = 1 if FLIPPED else 0
     LINES: tl.constexpr = 0 if FLIPPED else 1
     tile, line = tl.program_id(TILES), tl.program_id(LINES)
@@ -39,8 +34,8 @@ def grid_position(FLIPPED: tl.constexpr):
 
 @triton.jit
 def rare(pointer, n):
-    """Mark a branch as rarely taken. The store never happens (n is not negative), but keeps the
-    compiler from always computing the branch and selecting its result."""
+    """Mark a branch as rarely taken: the store never happens (n is not negative), but the compiler
+    does not compute the branch always and select its result."""
     tl.store(pointer, 0.0, mask=n < 0)
 
 
@@ -62,8 +57,8 @@ def interval(i, N, floor, reach, stride, KIND: tl.constexpr):
 
 @triton.jit
 def document_interval(lo, hi, token, T, firsts, lasts, unit):
-    """KV ranges [lo, hi) cut to the documents of the tokens of a row. A key covers `unit` tokens;
-    the documents' bounds are at `firsts` and `lasts`."""
+    """KV ranges [lo, hi) cut to the documents of tokens, bounded by the tokens at `firsts` and
+    `lasts`. A key covers `unit` tokens."""
     token = tl.minimum(tl.maximum(token, 0), T - 1)
     lo = tl.maximum(lo, tl.load(firsts + token) // unit)
     return lo, tl.minimum(hi, tl.cdiv(tl.load(lasts + token), unit))
@@ -214,10 +209,8 @@ def finite_log2(lse):
 
 @triton.jit
 def tile_rows(tile, T, G: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The rows of a query tile: token and group head of each, and whether the row exists.
-
-    Rows run over the heads first. A tile holds as many whole tokens as fit, for any G <= BLOCK_M.
-    """
+    """The rows of a query tile: token and group head of each, and whether the row exists. Rows run
+    over the heads first. A tile holds as many whole tokens as fit, for any G <= BLOCK_M."""
     TOKENS: tl.constexpr = BLOCK_M // G
     row = tl.arange(0, BLOCK_M)
     token = tile * TOKENS + row // G
@@ -238,12 +231,11 @@ def softmax_step(s, v, acc, m, l, PRECISION: tl.constexpr):
 def measured_from(q, norms, line, scale, keys, m, EMPTY: tl.constexpr):
     """The number m that a tile of rows q [M, D] subtracts from its logits `scale q.k`: the row
     bound if it is small enough, else the running maximum m (-inf with EMPTY). Also the factor that
-    rescales sums so far, and whether the rows must follow the maximum: where logits may be large,
-    or rows see fewer than 16 `keys`. A line is a batch row and KV head.
+    rescales sums so far, and whether the rows must follow the maximum. A line is a row and KV head.
 
     With a bound of B the largest term is at least 2**(-2 B), and terms 2**(126 - 2 B) times smaller
-    underflow. After subtraction of the maximum the largest term is exactly 1, but not after
-    subtraction of the bound; with few keys its rounding error is noticeable."""
+    underflow. With fewer than 16 `keys` the rounding of the largest term would be noticeable: after
+    subtraction of the maximum it is exactly 1."""
     q = q.to(tl.float32)
     # one bound for all rows: it needs no layout conversion
     squares = tl.where(keys < 16, float("inf"), tl.sum(q * q, 1))
@@ -288,8 +280,7 @@ def join_softmaxes(acc, m, l, other_acc, other_m, other_l):
 
 @triton.jit
 def store_softmax(out, lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constexpr, real):
-    """Write out and lse of a running softmax; lse in natural units, -inf for an empty row. Returns
-    out [M, E] in float32."""
+    """Write out and natural lse of a running softmax. Returns out [M, E] in float32."""
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
     acc *= (1.0 / l)[:, None]
@@ -316,8 +307,7 @@ def store_combined(
 @triton.jit
 def softmax_grad(s, scale, dp, lse, delta, GATED: tl.constexpr):
     """Probabilities and the gradient of logits `scale s`, from dp = d_out . v; `lse` and `delta`
-    broadcast along the keys. With GATED both are those of a gated output
-    (`launch.BackwardInputs`)."""
+    broadcast along the keys, with GATED those of a gated output (`launch.BackwardInputs`)."""
     p = tl.exp2(s * scale - lse)
     if GATED:
         sign = delta.to(tl.int32, bitcast=True) << 31

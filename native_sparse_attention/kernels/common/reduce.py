@@ -1,5 +1,4 @@
-"""Reduction of partial dk and dv in a fixed order: both in one launch, from partials that may cover
-different numbers of keys."""
+"""Reduction of partial dk and dv in a fixed order, in one launch."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ def nsa_reduce_partials(
     dk, dv, partial_dk, partial_dv, count_0, count_1, count_2, n_0, n_1, n_2, B, N, n, tiles,
     width_k, width_v,
 ):  # fmt: skip
-    """One program: some elements of the first n keys of a row of dk, or of dv, [N K D]: the sum of
-    all partials of three inputs. The output may alias the first partial."""
+    """One program: BLOCK elements of the first n keys of a row of dk, or of dv. The output may be
+    the first partial."""
     b, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     x = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     counts, lengths = (count_0, count_1, count_2), (n_0, n_1, n_2)
@@ -69,10 +68,8 @@ def reduce_partials(
         n = max((partial_dk.shape[2] for partial_dk, _ in inputs[1:]), default=0)
     else:
         dk, dv = (t.new_empty(t.shape, dtype=dtype) for t in (k, v))
-    # a missing input has no partials
     missing = first_dk[:0], first_dv[:0]
-    partials = [*inputs, *[missing] * (MAX_INPUTS - len(inputs))]
-    partial_dk, partial_dv = zip(*partials, strict=True)
+    partial_dk, partial_dv = zip(*inputs, *[missing] * (MAX_INPUTS - len(inputs)), strict=True)
     tiles = cdiv(n * K * max(D, E), BLOCK.value)
     if B * tiles:
         launcher(nsa_reduce_partials, (B * tiles, 2))(

@@ -1,5 +1,5 @@
-"""Concurrent launches on a side stream. Where programs of one kernel leave multiprocessors idle, at
-the end of a launch or while they wait for memory, programs of another kernel run."""
+"""Concurrent launches on a side stream: programs of one kernel run on multiprocessors that another
+leaves idle, at the end of a launch or while they wait for memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ def side_stream(device: int, _main: int, urgent: bool) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1 if urgent else 0)
 
 
-# held from a fork of a stream until it waits for its side stream. Threads take turns: one could
-# otherwise write to memory of the side stream that another has released, while kernels on the
-# stream itself still read it
+# held from a fork to the end: another thread could otherwise write to memory of the side stream
+# that this one has released, while kernels on the main stream still read it
 FORKING = threading.RLock()
 
 
 @contextmanager
 def forked(device: torch.device, urgent: bool = False) -> Iterator[AbstractContextManager[object]]:
-    """Yields a context. Launches inside it go to a side stream, of higher priority with `urgent`.
-    They run concurrently with launches outside it. At the end the current stream waits for both.
-
-    Tensors allocated inside the context must not be used after the end."""
+    """Yields a context. Launches inside it go to a side stream, of higher priority with `urgent`,
+    beside those outside it. At the end the current stream waits for both. Tensors allocated
+    inside the context must not be used after the end."""
     if device.type != "cuda":
         yield nullcontext()
         return

@@ -1,8 +1,7 @@
 """Tables of tile configs, by architecture. `launch.py` looks up the config of a problem.
 
-Only the rows of Hopper are measured, on an H200: the 16-bit rows of width 128 at 65536 and 8192
-tokens, the float32 rows at 4096 tokens. `benchmarks/results/tune.jsonl` has the 16-bit configs of
-Triton kernels that were tried since.
+Only the rows of Hopper are measured, on an H200: 16-bit rows of width 128 at 65536 and 8192 tokens,
+float32 rows at 4096 tokens. `benchmarks/results/tune.jsonl` has other configs that were tried.
 """
 
 from __future__ import annotations
@@ -24,46 +23,6 @@ class TileConfig:
     num_stages: int
 
 
-# by width and kernel: an entry is for all kernels whose name ends in it, unless the whole name has
-# an entry; "" for all others. "window.": queries see few of the keys; "few." and "prefix.": there
-# are few
-FLASH = {
-    128: {
-        "forward": TileConfig(64, 64, 4, 3),
-        "few.forward": TileConfig(64, 32, 4, 2),
-        "dq": TileConfig(128, 64, 8, 3),
-        "window.dq": TileConfig(64, 64, 4, 2),
-        "dkv": TileConfig(64, 128, 8, 3),
-        "prefix.dkv": TileConfig(64, 64, 4, 2),
-    },
-    256: {"forward": TileConfig(64, 64, 8, 2), "": TileConfig(64, 32, 8, 2)},
-}
-# for dk and dv, with at most FEW_HEADS query heads per KV head
-FEW_HEADS_TILES = {
-    "dkv": TileConfig(32, 128, 8, 3),
-    "window.dkv": TileConfig(32, 64, 4, 3),
-    "prefix.dkv": TileConfig(32, 64, 4, 2),
-}
-# key-major; "one." for one query head per KV head
-KEY_MAJOR = {
-    128: {
-        "forward": TileConfig(64, 64, 4, 2),
-        "one.forward": TileConfig(64, 64, 4, 1),
-        "backward": TileConfig(32, 64, 4, 3),
-    },
-    256: {"forward": TileConfig(64, 64, 8, 2), "backward": TileConfig(32, 64, 8, 1)},
-}
-# float32, by width
-FLOAT32 = {
-    64: {"key_major": TileConfig(32, 64, 8, 1), "": TileConfig(32, 32, 4, 1)},
-    128: {
-        "query_major": TileConfig(16, 32, 4, 1),
-        "key_major": TileConfig(32, 64, 8, 1),
-        "": TileConfig(64, 32, 8, 1),
-    },
-    256: {"": TileConfig(16, 16, 4, 1)},
-}
-
 # query-major, by rows of a tile (all rows of the tokens that share block indices). Block indices
 # are loaded before their keys, so two of five stages hold keys
 QUERY_MAJOR = {
@@ -82,8 +41,8 @@ WIDE_QUERY_MAJOR = {
 @dataclass(frozen=True)
 class UnionRule:
     """When to read the union of the block indices of `members` neighbouring selections: where
-    `cost` times the blocks of the union are fewer than the blocks of all members. A launch with
-    fewer than `min_groups` groups of members forms no unions."""
+    `cost` times the blocks of the union are fewer than the blocks of all members, in a launch of at
+    least `min_groups` groups of members."""
 
     members: int
     cost: float
@@ -91,13 +50,9 @@ class UnionRule:
 
 
 # by rows of a selection's tile. `cost` is the time of one block for a tile of members x rows rows,
-# relative to the time of one block for a single selection. Unions of two selections of 32 rows are
-# faster for any overlap, so their cost is under 1 (H200, H = 64, K = 2, 8k: 1.00 ms instead of
-# 1.39; not tried with shared block indices). Selections of up to 8 rows are read key-major
-UNION_RULES = {
-    16: UnionRule(4, 1.6),
-    32: UnionRule(2, 0.95),
-}
+# relative to one selection's. Below 1: unions of two selections of 32 rows are faster for any
+# overlap. Selections of up to 8 rows are read key-major
+UNION_RULES = {16: UnionRule(4, 1.6), 32: UnionRule(2, 0.95)}
 
 # at most this many keys are a prefix: memory, or the initial block
 FEW_KEYS = 64
@@ -124,28 +79,11 @@ class TopkTileConfig:
     merge_n: int = 32
 
 
-# no registers spill, compiled for an H100. For logits of width 128 at 65536 tokens, the best of 14
-# other configs took 0.957 of the time. With 8 columns of depth 8 and random scores, one tile in 60
-# loses one of the 16 best blocks, and one in 370 one of the 13 best. With 16 rows per warp, all
-# scores of a row lie in one warp
-LOGITS_TILES = {128: TopkTileConfig(64, 64, 8, 8, 4, 2), 256: TopkTileConfig(64, 32, 8, 8, 4, 2)}
-# up to this many blocks are ranked 32 per step (H = K = 32): 191 µs instead of 205 for 128 blocks,
-# but 5.06 ms instead of 4.82 for 1024
+# up to this many blocks are ranked 32 per step: faster for 128 blocks, slower for 1024
 FEW_BLOCKS = 128
-INTERPOLATED_TILES = {
-    128: TopkTileConfig(64, 32, 8, 8, 4, 2),
-    256: TopkTileConfig(64, 32, 0, 0, 8, 1),
-}
-# `max`: a step scores windows of `columns` blocks. H = 64, K = 4, 16k single tokens, n = 8: 432 µs
-# (128 rows 463, 8 warps 589); n = 16: 563 µs with 8 columns and warps (4 columns 749, 128 rows 676)
+# `max`: a step scores windows of `columns` blocks
 MAX_TILES = {128: TopkTileConfig(64, 128, 4, 8, 4, 3), 256: TopkTileConfig(64, 64, 4, 8, 4, 2)}
 MAX_FLOAT32 = TopkTileConfig(64, 32, 0, 0, 4, 1)
-# by heads of a group: with many heads a tile has few tokens, and more columns per token
-PROBS_TILES = {
-    2: TopkTileConfig(64, 64, 8, 8, 4, 2, 64),
-    8: TopkTileConfig(64, 128, 32, 4, 4, 2, 64),
-    64: TopkTileConfig(128, 128, 32, 4, 4, 2, 64),
-}
 # for wide heads, and for GPUs with less shared memory
 NARROW_PROBS_TILES = {
     2: TopkTileConfig(64, 64, 8, 8, 8, 2, 64),
@@ -157,8 +95,7 @@ MAX_COLUMN_N = 16
 
 
 def heads_in_flight(size: int) -> int:
-    """Query heads that a tile of `logits` loads at once, of `size` bytes each. Four take 65 µs
-    instead of 70 on an H200 (H = 64, K = 4, 8k tokens)."""
+    """Query heads that a tile of `logits` loads at once, of `size` bytes each."""
     return 4 if size <= 1 << 14 else 1
 
 
@@ -180,22 +117,66 @@ class Architecture(NamedTuple):
     probs: dict[int, dict[int, TopkTileConfig]]
 
 
+# An entry of a kernel is for all kernels whose name ends in it, unless the whole name has an entry,
+# and "" for all others. "window.": queries see few of the keys; "few." and "prefix.": there are
+# few; "one.": one query head per KV head
 HOPPER = Architecture(
     shared_memory=227 * 1024,
     max_stages=5,
     block_bytes=128 * 1024,
-    # tiles of 128 rows in two to four stages take 1.27 ms instead of 1.06 (layer's forward, H = 64,
-    # K = 4, 8k, selection_stride 16), 16.0 ms instead of 14.4 at 64k; backward 3.19 instead of 3.08
-    query_major_rows=64,
-    flash=FLASH,
-    few_heads=FEW_HEADS_TILES,
-    key_major=KEY_MAJOR,
-    float32=FLOAT32,
+    query_major_rows=64,  # the layer's forward with 128 takes 1.2 times as long
+    flash={
+        128: {
+            "forward": TileConfig(64, 64, 4, 3),
+            "few.forward": TileConfig(64, 32, 4, 2),
+            "dq": TileConfig(128, 64, 8, 3),
+            "window.dq": TileConfig(64, 64, 4, 2),
+            "dkv": TileConfig(64, 128, 8, 3),
+            "prefix.dkv": TileConfig(64, 64, 4, 2),
+        },
+        256: {"forward": TileConfig(64, 64, 8, 2), "": TileConfig(64, 32, 8, 2)},
+    },
+    few_heads={
+        "dkv": TileConfig(32, 128, 8, 3),
+        "window.dkv": TileConfig(32, 64, 4, 3),
+        "prefix.dkv": TileConfig(32, 64, 4, 2),
+    },
+    key_major={
+        128: {
+            "forward": TileConfig(64, 64, 4, 2),
+            "one.forward": TileConfig(64, 64, 4, 1),
+            "backward": TileConfig(32, 64, 4, 3),
+        },
+        256: {"forward": TileConfig(64, 64, 8, 2), "backward": TileConfig(32, 64, 8, 1)},
+    },
+    float32={
+        64: {"key_major": TileConfig(32, 64, 8, 1), "": TileConfig(32, 32, 4, 1)},
+        128: {
+            "query_major": TileConfig(16, 32, 4, 1),
+            "key_major": TileConfig(32, 64, 8, 1),
+            "": TileConfig(64, 32, 8, 1),
+        },
+        256: {"": TileConfig(16, 16, 4, 1)},
+    },
     query_major={128: QUERY_MAJOR, 256: WIDE_QUERY_MAJOR},
-    logits=LOGITS_TILES,
-    interpolated=INTERPOLATED_TILES,
+    # no registers spill, compiled for an H100. With 8 columns of depth 8 and random scores, one
+    # tile in 60 loses one of the 16 best blocks. With 16 rows per warp, all scores of a row lie in
+    # one warp
+    logits={128: TopkTileConfig(64, 64, 8, 8, 4, 2), 256: TopkTileConfig(64, 32, 8, 8, 4, 2)},
+    interpolated={
+        128: TopkTileConfig(64, 32, 8, 8, 4, 2),
+        256: TopkTileConfig(64, 32, 0, 0, 8, 1),
+    },
     largest=MAX_TILES,
-    probs={128: PROBS_TILES, 256: NARROW_PROBS_TILES},
+    # with many heads a tile has few tokens, and more columns per token
+    probs={
+        128: {
+            2: TopkTileConfig(64, 64, 8, 8, 4, 2, 64),
+            8: TopkTileConfig(64, 128, 32, 4, 4, 2, 64),
+            64: TopkTileConfig(128, 128, 32, 4, 4, 2, 64),
+        },
+        256: NARROW_PROBS_TILES,
+    },
 )
 
 # A100; like all below not measured, but chosen to fit shared memory and to spill few registers
