@@ -78,12 +78,7 @@ __all__ = ["main"]
 # name: (type or choices, preset on CPU, preset on CUDA, meaning)
 SETTINGS: Table = {
     "data": (str, "auto", "auto", "auto, enwik8, stdlib or the path of any file of bytes"),
-    "pack": (
-        str,
-        "",
-        "",
-        "starts a document (<page> in enwik8); attention never crosses it",
-    ),
+    "pack": (str, "", "", "starts a document (<page> in enwik8); attention never crosses it"),
     "attention": (
         ("auto", "sparse", "one-softmax", "dense"),
         "auto",

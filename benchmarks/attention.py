@@ -62,10 +62,7 @@ def backward(provider: Provider, x: Tensors, out: Tensor) -> tuple[Tensor, ...]:
 
 def verify(provider: Provider, x: Tensors, setting: Setting, rows: Tensor | None) -> float | None:
     """Hold the provider to its definition: all of it, or some rows and the laws. Returns the
-    largest error as a share of its budget, None where there is only a ranking.
-
-    Raises:
-        oracle.WrongResult
+    largest error as a share of its budget, None where there is only a ranking. Raises WrongResult.
     """
     every = torch.arange(setting.T, device=x["q"].device)
     picked = every if rows is None else rows

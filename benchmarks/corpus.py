@@ -137,11 +137,8 @@ def common_root(paths: Iterable[str]) -> str:
 
 
 def build(source: Path, out: Path, sizes: Sizes) -> Row:
-    """Write the text of a source to `out`, and what is in it to `out`.json.
-
-    Raises:
-        ValueError: a source that cannot be read or has too little text.
-    """
+    """Write the text of a source to `out`, and what is in it to `out`.json. Raises ValueError: a
+    source that cannot be read or has too little text."""
     listed = {path: size for path, size, _ in files_of(source) if is_wanted(path, size, sizes)}
     root = "" if source.is_dir() else common_root(listed)
     by_name = {path.removeprefix(root): size for path, size in listed.items()}

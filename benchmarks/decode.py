@@ -304,10 +304,7 @@ def verify(
     provider: Ours, x: Tensors, step: Step, out: Tensor, queries: list[tuple[int, int]]
 ) -> float:
     """Hold queries (row, new token) to the definition; the largest error as a share of its budget.
-
-    Raises:
-        WrongResult
-    """
+    Raises WrongResult."""
     c, branches = step.setting, provider.branches(step)
     ranks = bool(provider.importance)
     blocks = block_indices(selected(provider, x, step), step) if ranks else None
@@ -355,11 +352,7 @@ def small(step: Step) -> Step:
 
 
 def check(provider: Ours, step: Step, device: torch.device) -> None:
-    """All queries of a small step.
-
-    Raises:
-        WrongResult
-    """
+    """All queries of a small step. Raises WrongResult."""
     x = draw(step, device)
     provider.prepare(x, step)
     _, out = captured(lambda: provider.call(x, step), device)
@@ -432,7 +425,7 @@ def steps_of(args: argparse.Namespace) -> list[Step]:
     cuda = args.device.type == "cuda"
     lengths, batches, shapes = args.lengths, args.batches, args.heads
     if args.quick:
-        lengths, batches = ([4096, 16384], [1, 16]) if cuda else ([320], [1, 3])
+        lengths, batches = ([4096, 16384], [1, 16]) if cuda else ([320], [3])
         shapes = shapes if cuda else ["4/2"]
     steps = []
     for heads in shapes:

@@ -82,11 +82,8 @@ class Plan:
 
 
 def training_rows(texts: Sequence[Corpus], coder: Network, plan: Plan) -> Tensor:
-    """Rows [N, train_T] of the files that no evaluation reads, as many of each kind of text.
-
-    Raises:
-        ValueError: there is none of a kind.
-    """
+    """Rows [N, train_T] of the files that no evaluation reads, as many of each kind of text. Raises
+    ValueError: there is none of a kind."""
     most = -(-plan.steps * plan.batch // len(texts))
     by_kind: list[Tensor] = []
     for corpus in texts:
@@ -160,11 +157,7 @@ def check(model: Network, s: int, text: Tensor, plan: Plan) -> float:
     selects every block, by `max` and by the index.
 
     text: [1 T]. The queries of the last block lack one, and are left out: were there none, the
-    model would be dense without a selection.
-
-    Raises:
-        WrongResult: more than rounding explains.
-    """
+    model would be dense without a selection. Raises WrongResult: more than rounding explains."""
     text = text[:, : max(CHECK_LENGTH, sum(plan.tokens) + 2 * s)]
     text = text[:, : text.shape[1] // s * s]
     n = text.shape[1] // s - 1 - sum(plan.tokens[:2]) // s

@@ -102,11 +102,8 @@ class Plan:
 
 
 def forms_of(sizes: Sequence[int], local: int = LOCAL, ranked: int = RANKED) -> tuple[Form, ...]:
-    """All forms, with blocks of these sizes.
-
-    Raises:
-        ValueError: a size that does not divide the tokens of the blocks.
-    """
+    """All forms, with blocks of these sizes. Raises ValueError: a size that does not divide the
+    tokens of the blocks."""
     forms = [Form(BASELINE, static=True)]
     for s in sizes:
         if s < 4 or any(tokens % s for tokens in (INITIAL, local, ranked)):
@@ -206,10 +203,7 @@ def draw(model: Any, batch: int, context: int) -> Tensor:
 def check(form: Form, network: Any) -> float:
     """Error of logits with all blocks selected against SDPA, of a forward and of steps of decoding;
     where it is timed also of `generate` over a static cache, whose steps are compiled on a GPU.
-
-    Raises:
-        WrongResult: more than rounding explains.
-    """
+    Raises WrongResult: more than rounding explains."""
     if form.settings is None:
         return 0.0
     sizes = DEFAULT_SIZES | form.settings

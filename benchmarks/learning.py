@@ -232,11 +232,8 @@ def context(text: np.ndarray, T: int, depth: float, draw: np.random.Generator) -
 @torch.no_grad()
 def digits_found(model: Transformer, text: np.ndarray, contexts: int, cfg: Namespace) -> Row:
     """By depth: the share of digits and of whole numbers whose most likely bytes are right, and
-    bits per digit. The contexts of a depth are the same for all models of a length.
-
-    Raises:
-        ValueError: T is too short for a needle and some text.
-    """
+    bits per digit. The contexts of a depth are the same for all models of a length. Raises
+    ValueError: T is too short for a needle and some text."""
     T, by_depth = cfg.seq_len, {}
     least = 4 * (NAME + DIGITS) + 64
     if least > T or len(text) <= T:

@@ -183,46 +183,31 @@ def facts(mask: Mask, T: int, device: torch.device) -> Row:
 # the table
 
 
+def label(row: Row) -> str:
+    if row["mask"] == NO_MASK:
+        return "*causal, flash*"
+    return " + ".join(f"`{part}`" for part in row["mask"].split(" + "))
+
+
 def table(rows: Sequence[Row]) -> str:
-    """Time and TFLOP/s, forward / backward; the latest row of each case."""
-    latest: dict[int, dict[str, dict[str, dict[str, Row]]]] = {}
+    """What a mask allows and skips, then time and TFLOP/s, forward / backward."""
+    shares, cells = {"allowed": "pairs allowed, %", "skipped": "tiles skipped, %"}, []
     for row in rows:
-        passes = latest.setdefault(row["T"], {}).setdefault(row["mask"], {})
-        passes = passes.setdefault(row["provider"], {})
-        if "failed" in row or "failed" in passes:
-            passes.clear()
-        passes[row.get("pass", "failed")] = row
-    if not latest:
-        return common.NO_ROWS
+        provider = "flex" if row["provider"] == "flex" else "sdpa, mask"
+        columns = {"p50_ms": f"{provider}: ms", "tflops": f"{provider}: TFLOP/s"}
+        columns = columns if "failed" in row else shares | columns
+        cells += [row | {"field": field, "column": name} for field, name in columns.items()]
 
-    def cells(passes: dict[str, Row]) -> list[str]:
-        if "failed" in passes:
-            return [passes["failed"]["failed"].replace("|", "/"), ""]
-        return [both(passes, field) for field in ("p50_ms", "tflops")]
+    def cell(passes: dict[str, Row]) -> str:
+        row = next(iter(passes.values()))
+        if row["field"] in shares:
+            return f"{100 * row[row['field']]:.1f}" if row["field"] in row else ""
+        return both(passes, row["field"])
 
-    head = ["forward / backward", "pairs allowed, %", "tiles skipped, %"]
-    for provider in ("sdpa, mask", "flex"):
-        head += [f"{provider}: ms", "TFLOP/s"]
-    parts, used = [], []
-    for T, masks_of_T in sorted(latest.items()):
-        lines = [head]
-        for name, providers in masks_of_T.items():
-            here = [row for passes in providers.values() for row in passes.values()]
-            used += here
-            if name == NO_MASK:
-                lines.append(["*causal, flash*", "", "", *cells(providers["flash"]), "", ""])
-                continue
-            shares = [f"{100 * here[0][field]:.1f}" for field in ("allowed", "skipped")]
-            label = " + ".join(f"`{part}`" for part in name.split(" + "))
-            for provider in ("sdpa", "flex"):
-                shares += cells(providers.get(provider, {}))
-            lines.append([label, *shares])
-        last = next(row for row in reversed(rows) if row["T"] == T)
-        parts += ["T = {T}, H = {H}, D = {D}, {dtype}:".format(**last), common.markdown(lines)]
-    commits = dict.fromkeys(row["commit"] for row in used)
-    where = "{gpu}, torch {torch}, triton {triton}, ".format(**rows[-1])
-    where += f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}."
-    return "\n\n".join([*parts, where])
+    return common.grid(
+        cells, "forward / backward", label, lambda row: row["column"], cell,
+        lambda row: "T = {T}, H = {H}, D = {D}, {dtype}".format(**row),
+    )  # fmt: skip
 
 
 TABLES = {PAGE: {"masks": table}}

@@ -175,11 +175,8 @@ def joined(parts: list[Tensors]) -> Tensors:
 
 
 def check_values(actual: Tensors, x: Tensors, exact: Tensors, low: Tensors, factor: float) -> float:
-    """The largest error as a share of its budget.
-
-    Raises:
-        WrongResult: a value that is not finite, or an error above its budget.
-    """
+    """The largest error as a share of its budget. Raises WrongResult: a value that is not finite,
+    or an error above its budget."""
     worst = 0.0
     values = [t for name, t in x.items() if name in ("v", "cv")]
     terms = x["d_out"].double().norm(dim=-1).max() * max(
@@ -209,11 +206,7 @@ def share_of_budget(
     """The error (root mean square) as a share of its budget: `factor` times that of eager PyTorch
     in the same dtype, and one unit in the last place. With `median` the error of the median row:
     near-ties of the ranking go one way or the other, and the few tokens that have one err by a
-    whole block.
-
-    Raises:
-        WrongResult: an error above its budget.
-    """
+    whole block. Raises WrongResult: an error above its budget."""
 
     def size(t: Tensor) -> float:
         return (t.norm(dim=-1).median() if median else t.norm()).item()
@@ -236,10 +229,7 @@ def check_laws(branches: list[Branch], x: Tensors, grads: Tensors) -> None:
 
     A query's probabilities sum to 1, so its d_out arrives whole at the values that it sees:
     `sum_j dv_j = sum_i gate_i d_out_i`, over the rows that see any. And logits are bilinear:
-    `sum_i q_i . dq_i = sum_j k_j . dk_j`. Roundings are taken as independent.
-
-    Raises:
-        WrongResult: a law is broken.
+    `sum_i q_i . dq_i = sum_j k_j . dk_j`. Roundings are taken as independent. Raises WrongResult.
     """
     eps = 4 * torch.finfo(x["q"].dtype).eps
     every = torch.arange(x["q"].shape[1], device=x["q"].device)
@@ -302,11 +292,8 @@ def check_ranking(
     setting: Setting, importance: str, x: Tensors, indices: Tensor, rows: Tensor
 ) -> None:
     """The chosen blocks are candidates, distinct, as many as there can be, and none that was left
-    out scores higher by more than twice the budget of a score.
-
-    Raises:
-        WrongResult: a selection that breaks one of these.
-    """
+    out scores higher by more than twice the budget of a score. Raises WrongResult: a selection that
+    breaks one of these."""
     c = setting
     i = rows - rows % c.stride
     for h in range(c.K):

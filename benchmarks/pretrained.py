@@ -105,11 +105,8 @@ DENSE = Rule("dense")
 
 
 def grid(sizes: Sequence[int] = SIZES, tokens: tuple[int, int, int] = TOKENS) -> tuple[Rule, ...]:
-    """Dense; at every block size the window, the oracle and every ranking.
-
-    Raises:
-        ValueError: a size that does not divide the tokens of the blocks.
-    """
+    """Dense; at every block size the window, the oracle and every ranking. Raises ValueError: a
+    size that does not divide the tokens of the blocks."""
     rules = [DENSE]
     for s in sizes:
         if s < 4 or any(count % s for count in tokens):
@@ -300,10 +297,7 @@ class FarMass:
 
 def check(model: Network, s: int, texts: Tensor, of_dense: Tensor) -> Row:
     """Mean difference of a token's loss with every block of s keys selected from dense attention.
-
-    Raises:
-        WrongResult: more than rounding explains.
-    """
+    Raises WrongResult: more than rounding explains."""
     rule = Rule("window", s, 1, 2).whole(texts.shape[1])
     apart = (losses(model, rule, texts[:1]) - of_dense[:1]).abs().mean().item()
     if not apart <= MOST_APART:

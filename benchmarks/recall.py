@@ -58,10 +58,7 @@ class Task:
 
     def draw(self, count: int, T: int, draw: np.random.Generator) -> tuple[Tensor, ...]:
         """Token ids [count, T], positions [count, pairs] of the questions, and their distances.
-
-        Raises:
-            ValueError: T is too short.
-        """
+        Raises ValueError: T is too short."""
         if self.least_length > T or T % 4:
             raise ValueError(f"T must be a multiple of 4 from {self.least_length} on, got {T}")
         # pairs and questions are cells of two tokens

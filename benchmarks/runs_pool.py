@@ -348,11 +348,8 @@ def variants_of(args: Namespace, known: dict[str, Settings]) -> dict[str, Settin
 
 @contextmanager
 def work_of(args: Namespace) -> Iterator[Path]:
-    """The directory of the runs: --work, or with --quick one that goes.
-
-    Raises:
-        ValueError: there is neither.
-    """
+    """The directory of the runs: --work, or with --quick one that goes. Raises ValueError: there is
+    neither."""
     if args.work is None and not args.quick:
         raise ValueError("work must be given to train, --work DIR")
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as temporary, warnings.catch_warnings():

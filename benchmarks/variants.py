@@ -96,11 +96,7 @@ def scaled(settings: Settings, factor: int) -> Settings:
 
 
 def parsed(text: str) -> tuple[str, Settings]:
-    """A variant given as NAME=JSON.
-
-    Raises:
-        ValueError: `variant` has another form.
-    """
+    """A variant given as NAME=JSON. Raises ValueError: `variant` has another form."""
     name, _, content = text.partition("=")
     try:
         settings = json.loads(content)
