@@ -1,10 +1,9 @@
 """Fixtures: seeding, the GPU marker, and the published packages to compare with."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import random
 import subprocess
@@ -19,9 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention
-
-from tests.helpers import interpreter
 
 PUBLISHED = Path(__file__).parent / ".published"
 DISTRIBUTION = "native-sparse-attention-pytorch"
@@ -29,8 +25,14 @@ PACKAGE = "native_sparse_attention_pytorch"
 SUBMODULES = ("native_sparse_attention", "compress_networks", "transformer")
 
 
+# of the extra hf
+collect_ignore = [] if importlib.util.find_spec("transformers") else ["hf"]
+
 # tensors here are tiny: threads would wait for one another longer than they compute
 torch.set_num_threads(1)
+# without a GPU the kernels run in Triton's interpreter, which asks for it before triton is imported
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 # of Triton's interpreter, on numpy
@@ -123,7 +125,8 @@ def waits_for_nothing() -> Callable[[], AbstractContextManager[None]]:
 def seed() -> Iterator[None]:
     """The same numbers in each test, and the precision that torch begins with: training scripts
     that run in this process choose another."""
-    torch.manual_seed(0)
+    # without a GPU torch.manual_seed only notes down a traceback for each kind that there may be
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
     precision = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(precision)
@@ -134,6 +137,7 @@ def runnable() -> None:
     """Some releases of Triton's interpreter cannot run under some releases of numpy."""
     pytest.importorskip("triton")
     from native_sparse_attention import select_blocks
+    from tests.helpers import interpreter
 
     if torch.cuda.is_available():
         return
@@ -154,12 +158,8 @@ def untraced_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU flex_attention traces its mask anew for most shapes, at a third of a second each;
     here it runs the same mathematics without. Torch versions without this switch just take longer.
     """
-    monkeypatch.setattr(
-        torch.nn.attention.flex_attention,
-        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
-        True,
-        raising=False,
-    )
+    name = "torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    monkeypatch.setattr(name, True, raising=False)
 
 
 @pytest.fixture
@@ -167,13 +167,11 @@ def flex_gradients(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tenso
     """flex_attention with gradients on the CPU. Torch has the mathematics, in eager PyTorch, and
     refuses the device; here it does not. The graphs of mods, forward and backward, are traced as
     they are for CUDA."""
-    monkeypatch.setattr(
-        torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None, raising=False
-    )
+    from torch.nn.attention import flex_attention as flex
+
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None, raising=False)
     torch._dynamo.reset()
-    return torch.compile(
-        torch.nn.attention.flex_attention.flex_attention, backend="aot_eager", fullgraph=True
-    )
+    return torch.compile(flex.flex_attention, backend="aot_eager", fullgraph=True)
 
 
 def download(version: str) -> Path:

@@ -1,20 +1,13 @@
 """Triton's interpreter without what takes most of its time; what it computes is the same. Releases
 of Triton without the names here just take longer."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
-import os
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-# without a GPU the kernels run in Triton's interpreter, which asks for it before triton is imported
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 try:
     import triton
