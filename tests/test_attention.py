@@ -113,18 +113,6 @@ def test_no_tokens_at_all():
         assert sliding_window_attention(q, q, q, backend=backend, **call).shape == q.shape
 
 
-def test_seed_example():
-    """The usage example of the seed document."""
-    sparse_attn = SparseAttention(
-        dim=512, dim_head=64, heads=8, sliding_window_size=64, compress_block_size=32,
-        selection_block_size=16, num_selected_blocks=8, causal=True,
-    )  # fmt: skip
-    output, cache = sparse_attn(torch.randn(2, 128, 512), return_cache=True)
-    assert output.shape == (2, 128, 512) and len(cache) == 128
-    output, cache = sparse_attn(torch.randn(2, 1, 512), cache=cache, return_cache=True)
-    assert output.shape == (2, 1, 512) and len(cache) == 129
-
-
 # flex_attention
 
 

@@ -135,6 +135,7 @@ BAD = [
     (dict(rope_theta=0), f"{THETA} 0"),
     (dict(rope_theta=float("nan")), f"{THETA} nan"),
     (dict(rope_theta=True), f"{THETA} True"),
+    (dict(rope_theta=10**400), f"{THETA} int 1000"),
     (dict(rope_theta="1e4"), f"{THETA} '1e4'"),
     *(
         (dict(inv_freq=wrong), "must be a vector of 1 to dim_head / 2 = 4 finite floats")

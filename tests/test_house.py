@@ -1,8 +1,6 @@
 """The rules of the house that no linter knows: who imports whom, what an import may cost, and that
 the documentation runs."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

@@ -198,8 +198,6 @@ def test_transformer(checkpointing):
     assert packed.isfinite() and packed > 0
     with pytest.raises(ValueError, match="ranking_queries must be None with a cache"):
         model(ids, return_cache=True, ranking_queries=3)
-    with pytest.raises(ValueError, match="ranking_queries goes with layers of importance='index'"):
-        Transformer(16, DIM, 1, 8, 4)(ids, ranking_queries=3)
 
 
 # recipes

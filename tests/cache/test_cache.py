@@ -44,7 +44,7 @@ def test_one_forward(kind, schedule, make):
     assert len(decoder.cache) == 30
 
 
-@pytest.mark.slow(one_of=4)
+@pytest.mark.slow(one_of=6)
 @caches
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("kind", LAYERS)
@@ -445,7 +445,7 @@ def equal(actual, expected):
     torch.testing.assert_close(list(actual), list(expected), atol=1e-12, rtol=1e-10)
 
 
-@pytest.mark.slow(one_of=2)
+@pytest.mark.slow(one_of=3)
 @caches
 @pytest.mark.parametrize("setting, name", CASES)
 def test_whatever_is_trained(setting, name, make):

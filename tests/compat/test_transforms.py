@@ -1,8 +1,6 @@
 """torch.func and forward-mode AD are refused, and never silently wrong. Eager PyTorch has second
 derivatives; kernels refuse them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.autograd import forward_ad

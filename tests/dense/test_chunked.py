@@ -107,19 +107,6 @@ def test_hidden_tiles_are_not_computed_and_covered_ones_not_masked(monkeypatch):
     assert tiles == [(4, 4, True)] + [(4, 4, True), (4, 2, True)] * 3
 
 
-def test_autocast_casts_as_a_matmul_does():
-    q, k, v = draw(1, 9, 9, 2, 1, 8, 8, torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = chunked_attention(q, k.bfloat16(), v, causal=True)
-        grads = torch.autograd.grad(out.float().sum(), (q, v))
-    expected = chunked_attention(*(t.bfloat16() for t in (q, k, v)), causal=True)
-    assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
-    assert all(g.dtype == torch.float32 for g in grads)
-    wide = [t.detach().double() for t in (q, k, v)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert chunked_attention(*wide).dtype == torch.float64
-
-
 # memory, and a GPU
 
 
@@ -130,7 +117,7 @@ def step(T, device="cpu", **kwargs):
 
 def test_memory_is_linear_on_the_cpu():
     sizes = dict(q_chunk_size=64, k_chunk_size=64)
-    peaks = [memory.peak(step(T, **sizes)) for T in (512, 2048)]
+    peaks = [memory.peak(step(T, **sizes)) for T in (256, 1024)]
     assert peaks[1] < 5 * peaks[0], peaks
     # one chunk is a dense softmax: the measure notices
     dense_peaks = [memory.peak(step(T, q_chunk_size=T, k_chunk_size=T)) for T in (512, 2048)]

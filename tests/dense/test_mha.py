@@ -107,3 +107,12 @@ def test_autocast_does_not_reach_into_it():
         grads = torch.autograd.grad(found.sum(), (q, k, v))
     assert torch.equal(found, expected)
     torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), (q, k, v)))
+
+
+def test_backward_refuses_residuals_that_do_not_fit():
+    q, k, v = (t.detach() for t in draw(1, 1, 4, 5, 4, 4))
+    o, l, m = mha_reference_no_custom_vjp(q, k, v, save_residuals=True)
+    with pytest.raises(ValueError, match="do has E=3 but v has E=4"):
+        mha_reference_bwd(q, k, v, None, None, o, l, m, o[..., :3])
+    with pytest.raises(ValueError, match="l has T=3 but q has T=4"):
+        mha_reference_bwd(q, k, v, None, None, o, l[..., :3], m, o)

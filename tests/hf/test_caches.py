@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+import transformers
 
 from native_sparse_attention.hf import (
     SparseCache,
@@ -145,6 +144,7 @@ def test_wrong_arguments(make, settings, message):
         make(**dict(config=tiny().config) | settings)
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("l", [1, 8])
 @torch.no_grad()
 def test_one_graph_serves_steps_of_all_lengths(l):

@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+import transformers
 
 from native_sparse_attention import NSAConfig, SparseAttention
 from native_sparse_attention.hf import (
@@ -16,13 +15,7 @@ from native_sparse_attention.hf import (
 )
 from native_sparse_attention.recipes import set_dense
 from native_sparse_attention.view import collect
-from tests.helpers.tiny_models import (
-    SPARSE,
-    close,
-    of_parts,
-    prompts,
-    tiny,
-)
+from tests.helpers.tiny_models import SPARSE, close, of_parts, prompts, tiny
 from tests.hf.test_families import FORMS
 
 form = pytest.mark.parametrize("form", FORMS)

@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+import transformers
 
 from native_sparse_attention import SparseAttention, view
 from native_sparse_attention.hf import convert, distill, ranking_losses

@@ -5,8 +5,7 @@ import copy
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+import transformers
 
 from native_sparse_attention.hf import attention, convert, use_sparse_attention
 from tests.helpers.tiny_models import (
@@ -115,11 +114,10 @@ def test_kernels_give_what_eager_gives(monkeypatch):
     """Prefill by the training kernels and steps by the decode kernels, with padding and without."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = tiny("Qwen3", head_dim=16, num_hidden_layers=1).to(device)
-    texts = [text.to(device) for text in prompts(36, 40)]
-    settings = SPARSE | dict(selection_block_size=8)
-    use_sparse_attention(model, **settings)
+    texts = [text.to(device) for text in prompts(16, 20)]
+    use_sparse_attention(model, **SPARSE)
     alone = [model(text).logits for text in texts]
-    use_sparse_attention(model, **settings, backend="triton")
+    use_sparse_attention(model, **SPARSE, backend="triton")
     steps, run_decode_kernels = [], attention.decode.run_decode_kernels
 
     def decode(config, call):
@@ -127,13 +125,13 @@ def test_kernels_give_what_eager_gives(monkeypatch):
         return run_decode_kernels(config, call)
 
     monkeypatch.setattr(attention.decode, "run_decode_kernels", decode)
-    close(step_by_step(model, texts[1], 39, dynamic(model)), alone[1])
+    close(step_by_step(model, texts[1], 19, dynamic(model)), alone[1])
     batch = {name: t.to(device) for name, t in padded(texts, left=True).items()}
-    out = step_by_step(model, batch.pop("input_ids"), 39, static(model), **batch)
+    out = step_by_step(model, batch.pop("input_ids"), 19, static(model), **batch)
     check_rows(out, batch, alone)
     cache = static(model)  # all rows of one length: their starts are one number
     pair = texts[1].repeat(2, 1)
-    close(step_by_step(model, pair, 39, cache), alone[1].repeat(2, 1, 1))
+    close(step_by_step(model, pair, 19, cache), alone[1].repeat(2, 1, 1))
     assert steps == [1, 1, 1]
 
 

@@ -7,9 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-
 from transformers.masking_utils import causal_mask_function
 
 from native_sparse_attention.hf import convert, use_sparse_attention

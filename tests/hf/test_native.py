@@ -5,10 +5,8 @@ import json
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 

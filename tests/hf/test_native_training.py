@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+import transformers
 
 from native_sparse_attention.hf import NSAForCausalLM, ranking_losses
 from tests.helpers.tiny_models import checkpoint, close, native, padded, prompts

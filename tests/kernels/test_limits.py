@@ -5,10 +5,7 @@ import functools
 import pytest
 import torch
 
-from native_sparse_attention import (
-    selected_attention,
-    sliding_window_attention,
-)
+from native_sparse_attention import selected_attention, sliding_window_attention
 from tests.helpers.budget import CUDA, DEVICE, assert_right
 from tests.helpers.calls import draw, normal
 

@@ -1,7 +1,5 @@
 """Mask mods: drawn by hand, by brute force, and their block masks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.attention import flex_attention as flex

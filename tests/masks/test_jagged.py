@@ -1,7 +1,5 @@
 """Packed sequences: each as it is alone, whatever their lengths."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,8 +1,6 @@
 """Attention under mask and score mods: torch's graphs of flex_attention and `dense_attention`
 against the formula, forward and backward."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Block masks against drawn masks, against brute force, and against torch's own construction."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

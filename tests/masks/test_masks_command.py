@@ -1,7 +1,5 @@
 """`python -m native_sparse_attention.masks`."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What masks, score mods and attention over nested tensors refuse: the argument is named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Score mods: values by hand, and the one instruction of the approximate tanh."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

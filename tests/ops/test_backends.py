@@ -1,8 +1,6 @@
 """What `backend="auto"` stands for; and the flex backend: how it is traced, what it refuses, and
 torch's limits. What it computes is in the table (`test_table.py`)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

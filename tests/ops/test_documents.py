@@ -45,7 +45,7 @@ def test_layout_of_nothing(shape):
 
 
 def test_moving_there_and_back():
-    cu = torch.tensor([0, 13, 13, 14, 46, 51, 51, 92])
+    cu = torch.tensor([0, 5, 5, 6, 15, 18, 18, 29])
     total = int(cu[-1])
     layout = docs.layout((1, total), cu.device, 8, cu_seqlens=cu)
     x = torch.randn(1, total, 3, dtype=torch.float64, requires_grad=True)

@@ -16,7 +16,7 @@ if CUDA:
     KERNELS += [(form, torch.bfloat16) for form in ("sm90", "portable")]
 ROWS = [(name, torch.float32, ()) for name in ("eager", "chunked")]
 ROWS += [("flex", torch.float32, pytest.mark.gpu if CUDA else ())]
-SLOW = [pytest.mark.kernels, pytest.mark.slow(one_of=3)]
+SLOW = [pytest.mark.kernels, pytest.mark.slow(one_of=5)]
 ROWS += [(name, dtype, SLOW) for name, dtype in KERNELS]
 backends = pytest.mark.parametrize(
     "backend, dtype",

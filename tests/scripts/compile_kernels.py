@@ -5,8 +5,6 @@ pass and a compiler does not (types that change in a loop, shapes that are no po
 here. Prints what each kernel takes: registers, and bytes of stack, which are spilt registers.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -7,8 +7,6 @@ Prints MiB of the forward and the backward pass over the benchmark's problem, of
 heads and tokens to a ranking: inputs and gradients included, as `benchmarks.attention` counts them.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -13,8 +13,6 @@ depend on them: there is one dtype, and one shape of heads, which fills no tile;
 that fill their tiles, and wider ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

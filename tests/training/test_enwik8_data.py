@@ -32,15 +32,13 @@ def test_splits_are_90_5_5_in_order():
     assert np.concatenate(parts).tobytes() == corpus
 
 
-def test_stdlib_corpus_is_the_same_each_time_and_free_of_tests():
-    first = data.stdlib_corpus()
-    assert first == data.stdlib_corpus()
-    assert len(first) > 2**22
-    assert Path(json.__file__).read_bytes() in first
+def test_stdlib_corpus_is_free_of_tests():
+    corpus = data.stdlib_corpus()
+    assert len(corpus) > 2**22 and Path(json.__file__).read_bytes() in corpus
     names = ["test/__init__.py", "unittest/test/__init__.py"]
     for path in (Path(sysconfig.get_paths()["stdlib"], name) for name in names):
         if path.exists() and len(content := path.read_bytes()) > 100:
-            assert content not in first
+            assert content not in corpus
 
 
 def test_batches_are_a_function_of_seed_and_step():
@@ -221,9 +219,9 @@ def test_without_network_the_embedded_corpus(monkeypatch, tmp_path, capsys):
         data.download("http://127.0.0.1:9/enwik8.zip", path, "")
         raise gone
 
-    monkeypatch.setattr("training.data.enwik8", offline)
-    name, corpus = data.load_data("auto")
-    assert (name, corpus) == ("stdlib", data.stdlib_corpus())
+    monkeypatch.setattr(data, "enwik8", offline)
+    monkeypatch.setattr(data, "stdlib_corpus", lambda: b"corpus")
+    assert data.load_data("auto") == ("stdlib", b"corpus")
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 1 and "cannot download" in out[0] and "embedded corpus" in out[0]
     with pytest.raises(UserError, match=r"cannot download.*by hand"):

@@ -114,7 +114,7 @@ def test_one_softmax(tmp_path, text):
     asked for."""
     sizes = [TINY.index(name) for name in ("--sliding-window-size", "--seq-len")]
     tiny = TINY[: sizes[0]] + TINY[sizes[1] :]
-    plan = ["--steps", 2, "--sample-every", 0, "--batch-size", 1]
+    plan = ["--steps", 1, "--sample-every", 0, "--batch-size", 1, "--accumulate", 1]
     finished(in_process(tmp_path, "--data", text, *tiny, *plan, "--seq-len", 2048))
     run = tmp_path / "runs/squares-one-softmax-1"
     settings = json.loads((run / "config.json").read_text())["settings"]
@@ -125,7 +125,7 @@ def test_one_softmax(tmp_path, text):
         config = layer.config
         assert config.branches == ("selected",) and config.rank_rotated
         assert config.selection_block_size == expected["selection_block_size"]
-    finished(in_process(tmp_path, "--resume", run.relative_to(tmp_path), "--steps", 3))
+    finished(in_process(tmp_path, "--resume", run.relative_to(tmp_path), "--steps", 2))
 
     local = ["--attention", "one-softmax", "--local-layers", "0", "--name", "local"]
     finished(in_process(tmp_path, "--data", text, *tiny, *plan, *local))

@@ -133,6 +133,7 @@ def assert_mass(module, x, reading):
         torch.testing.assert_close(reading.window_mass.double(), expected, **close)
 
 
+@pytest.mark.slow(one_of=2)
 @case
 def test_reading(name, causal):
     """It changes no output and no gradient, draws no number, and holds what the layer reads."""

@@ -1,12 +1,12 @@
 """`python -m training.view` and `train_enwik8.py --view`, on tiny runs."""
 
-import subprocess
+import runpy
 import sys
 
 import pytest
 
 from tests.training.test_runs import load_equal, make_runs
-from tests.training.test_train_enwik8 import ROOT, TINY, in_process
+from tests.training.test_train_enwik8 import TINY, in_process
 from tests.view.test_page import content_of
 from training.view import main
 
@@ -62,14 +62,13 @@ def test_options(folder, tmp_path, capsys):
     assert "".join(data["texts"]) == TEXT[:50] and len(data["positions"]) == 7
 
 
-def test_as_a_module(folder):
-    command = [sys.executable, "-W", "error", "-m", "training.view"]
-    done = subprocess.run(
-        [*command, "runs/whole", "--text", "text", "--layers", "0"], cwd=folder,
-        capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=100,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("view.html: ")
+def test_as_a_module(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.delitem(sys.modules, "training.view")
+    monkeypatch.setattr(sys, "argv", ["", "runs/whole", "--text", "text", "--layers", "0"])
+    runpy.run_module("training.view", run_name="__main__")
+    told = capsys.readouterr()
+    assert told.out.startswith("view.html: ") and told.err == ""
     (folder / "view.html").unlink()
 
 

@@ -2,8 +2,8 @@
 
 import json
 import shutil
-import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ import torch
 from native_sparse_attention.view import page, token_texts
 from native_sparse_attention.view.__main__ import main
 from tests.helpers.tiny_models import SPARSE, native, of_parts, tiny
-from tests.training.test_train_enwik8 import ROOT
 from tests.view import test_view_command
 from tests.view.test_page import content_of
 
@@ -226,25 +225,13 @@ def test_gguf_file(folder, tmp_path, capsys):
     ]
 
 
-WITHOUT = """
-import sys
-from importlib import metadata
-
-version = metadata.version
-metadata.version = lambda name: version(name if name != "transformers" else "none of this name")
-from native_sparse_attention.view.__main__ import main
-
-main(sys.argv[1:])
-"""
-
-
-def test_without_transformers(folder):
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, "dense", "--text", "text"], cwd=folder,
-        capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "pip install 'native-sparse-attention[hf]'" in done.stderr
+def test_without_transformers(folder, capsys, monkeypatch):
+    for module in [m for m in sys.modules if m.startswith("native_sparse_attention.hf")]:
+        monkeypatch.delitem(sys.modules, module)
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda n: version(n if n != "transformers" else "no"))
+    assert call(folder, "dense") == 2
+    assert "pip install 'native-sparse-attention[hf]'" in told_error(capsys)
 
 
 def test_texts_of_tokens():

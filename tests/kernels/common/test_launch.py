@@ -128,7 +128,7 @@ def forget_plans():
 @pytest.mark.kernels
 @pytest.mark.parametrize("call", [
     functools.partial(layer, 2, 12, 2, 1, interpolated_importance_score=True),
-    functools.partial(layer, 2, 12, 9, 1, importance="probs"),
+    functools.partial(layer, 2, 9, 9, 1, importance="probs"),
     functools.partial(written, 3, 2),
 ], ids=["pairs", "gather", "entries"])  # fmt: skip
 def test_a_flipped_grid_gives_the_same(monkeypatch, call):

@@ -1,8 +1,6 @@
 """Logits measured from a bound instead of their maximum: what the bound is made of, and that both
 ways are right, next to each other and where numbers are not finite."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -80,6 +78,7 @@ def test_layer(monkeypatch, size, sinks):
     assert error <= 2 * other + torch.finfo(DTYPE).eps * exact.abs().max()
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("soft_cap", [None, 2.5])
 @pytest.mark.parametrize("branch", ["compressed", "window"])
 def test_branches_and_gradients(branch, soft_cap):

@@ -1,7 +1,5 @@
 """The CSR of block indices against torch's stable sort, and the memory that its chunks take."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

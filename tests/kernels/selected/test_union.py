@@ -139,6 +139,7 @@ if CUDA:
     ]
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize(
     "dtype, heads, settings", CASES, ids=lambda value: str(value).replace("torch.", "")
 )

@@ -1,0 +1,63 @@
+"""On a GPU that is not there the kernels compile, and a forward and a backward pass take at most
+1.5 times the memory of dense attention: as `peak_memory.py` counts it, and as the benchmark's rows
+of dense attention have it. `compile_kernels.py` compiles more kernels, and the gate those of
+another GPU with the oldest Triton."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from benchmarks import common
+from native_sparse_attention.kernels.common import launch
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+
+
+def output_of(script, *args):
+    # the interpreter compiles nothing
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, SCRIPTS / script, *args]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_layer_compiles():
+    told = output_of("compile_kernels.py", "90", "small")
+    for kernel in ("nsa_flash_fwd", "nsa_flash_dq", "nsa_flash_dkv", "nsa_topk_logits",
+                   "nsa_selected_fwd_key_major", "nsa_selected_bwd_key_major",
+                   "nsa_rotary"):  # fmt: skip
+        assert f".{kernel} " in told
+    if launch.triton_is_known():
+        for kernel in ("flash_fwd", "flash_dq", "flash_dkv", "selected_bwd_key_major",
+                       "selected_fwd_union"):  # fmt: skip
+            assert f".nsa_{kernel}_sm90 " in told
+
+
+SHAPES = [(T, H, K) for H, K in ((64, 4), (32, 8), (32, 32)) for T in (1024, 8192, 65536)]
+CASES = [f"{T}:{H}/{K}:{stride}" for T, H, K in SHAPES for stride in (1, 16)]
+
+
+@pytest.fixture(scope="module")
+def peaks():
+    """MiB of each case."""
+    if not launch.triton_is_known():
+        pytest.skip("this Triton has no kernels for a Hopper of its own")
+    told = output_of("peak_memory.py", *CASES).splitlines()
+    return dict(json.loads(line) for line in told if line.startswith("["))
+
+
+@pytest.mark.slow(one_of=4)
+@pytest.mark.parametrize("case", CASES)
+def test_peak(peaks, case):
+    rows = common.read_rows(common.RESULTS / "attention.jsonl")
+    rows = [row for row in rows if row["provider"] == "dense-cudnn" and "peak_mib" in row]
+    dense = {f"{row['T']}:{row['H']}/{row['K']}": row["peak_mib"] for row in rows}
+    of_dense = dense[case.rpartition(":")[0]]
+    assert 0.5 * of_dense < peaks[case] <= 1.5 * of_dense
