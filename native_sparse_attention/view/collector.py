@@ -26,7 +26,7 @@ from ..compat import no_autocast
 from ..config import AttentionConfig, NSAConfig
 from ..ops import branches, dispatch
 from ..ops.call import Call
-from ..ops.reference import RankedQueries, block_scores, capped, scores, upcast
+from ..ops.reference import block_scores, capped, scores, upcast
 from ..varlen import Documents
 
 # how many queries of a sequence `collect` samples, if not told
@@ -195,10 +195,8 @@ def ranking_scores(call: Call, config: AttentionConfig, i: Tensor, ranked: Tenso
     if call.documents is not None:
         documents = Documents(*(bound[:, i] for bound in call.documents))
     part = call.ranking(config.branches)
-    count = blocks.num_blocks(call.k.shape[1], config.selection_block_size)
-    sinks = None if part.sinks is None else part.sinks[0]
-    queries = RankedQueries(part.q[:, i], part.ck, part.mem_k, sinks, i[None], documents, count, 0)
-    values = rearrange(block_scores(queries, config)[0], "b r m c -> b m r c")
+    queries = part.but(q=part.q[:, i], documents=documents)
+    values = rearrange(block_scores(queries, i[None], config)[0], "b r m c -> b m r c")
     return values.gather(-1, ranked.clamp(min=0).long()).masked_fill(ranked < 0, NAN)
 
 
