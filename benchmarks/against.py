@@ -42,7 +42,8 @@ def times_of(
 ) -> dict[str, Row]:
     """The rows of a group's cases, by the package of a tree."""
     command = [sys.executable, str(CHILD), str(tree), group, str(device), str(seconds)]
-    env = os.environ | {"PYTHONPATH": str(tree)}
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), *others])}
     with tempfile.TemporaryDirectory() as folder:
         if group in FIRST:
             env |= {"TRITON_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": folder}

@@ -95,6 +95,9 @@ class SparseLayer(DynamicLayer):
 
     def reset(self) -> None:
         self.stores.clear()
+        # dropped, as later releases do: transformers 5.17 keeps them and writes zeros
+        self.keys = self.values = None
+        self.is_initialized = False
         super().reset()
 
 

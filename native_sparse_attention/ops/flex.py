@@ -87,6 +87,8 @@ def attend(
     if q.is_cuda and q.shape[2] > 1:
         # torch's kernels of short queries have no tile for some symbolic lengths
         options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
+        if q.dtype == torch.float32 and q.shape[3] > 128:  # its tiles are too large but for 256
+            options["kernel_options"] |= {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32}
     if soft_cap is not None:
         options["score_mod"] = soft_cap_mod(soft_cap)
     if not return_lse:

@@ -443,6 +443,7 @@ def backward_branches(
         elif initial is not None:
             partials.append(flash.backward_prefix(q, initial, inner, scale, sel))
         dk, dv = reduce_partials(partials, k, v)  # topn_backward_kv adds to these
+        partials.clear()  # before it allocates partials of its own
         if not plan.is_key_major:
             streams.wait(device, ready)
             selected.topn_backward_kv(inputs, sel, dk, dv, dq, plan)
