@@ -130,6 +130,15 @@ class AttentionConfig:
         """Whether there are compressed keys: a branch of their own, or only for the ranking."""
         return "compressed" in self.branches or self.ranks
 
+    @property
+    def dense_limit(self) -> int:
+        """Queries of sequences of up to so many tokens attend to all that they may see."""
+        s, n = self.selection_block_size, self.num_initial_blocks + self.num_selected_blocks
+        n += self.num_local_blocks if self.causal else 0
+        # blocks whose windows end later are no candidates; gradients of scores need the ranking
+        has_candidates = self.d <= s and (self.num_local_blocks > 0 or not self.causal)
+        return max(self.dense_length, s * n if has_candidates and not self.use_diff_topk else 0)
+
     def but(self, **values: Any) -> AttentionConfig:
         """These settings of the branches with other values, not checked again."""
         return AttentionConfig.unchecked(**self.values_of(*DEFAULTS) | values)

@@ -7,7 +7,6 @@ L  keys that are written, of S               l, d  tokens of a window, and from 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -33,7 +32,6 @@ from .configuration import (
     KEY,
     NAME,
     REPLACED,
-    dense_limit,
     drop_in_settings,
     kept_settings,
     layer_config,
@@ -86,7 +84,6 @@ def attention(
     backend, dense_length = settings.pop("backend"), settings["dense_length"]
     stride = settings["selection_stride"]
     l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
-    is_dense = not is_window and dense_limit(settings) >= S
 
     # queries are at positions `starts` + 0, 1, .., none of them before `first`; where rows differ,
     # they and the keys move there
@@ -108,21 +105,18 @@ def attention(
 
     is_whole = isinstance(starts, int) and starts == 0
     if sliding_window is not None:
-        settings |= dict(dense_length=0, sliding_window_size=sliding_window - 1)
-    elif is_dense:
-        settings |= dict(num_selected_blocks=0, selection_stride=1, dense_length=sys.maxsize)
-    elif stride > 1 and not is_whole:  # caches of transformers keep no ranking of earlier tokens
-        raise ValueError(f"selection_stride must be 1 to decode, got {stride}")
-    elif first >= dense_length:
+        settings |= dict(branches=("window",), sliding_window_size=sliding_window - 1)
+    if is_window or first >= dense_length:
         settings["dense_length"] = 0
-    config = AttentionConfig.unchecked(
-        **settings, branches=("window",) if is_window else ("selected",), causal=True,
-        scale=scaling, soft_cap=softcap,
-    )  # fmt: skip
+    config = AttentionConfig.unchecked(**settings, scale=scaling, soft_cap=softcap)
+    is_dense = not is_window and config.dense_limit >= S
+    ranks = config.ranks and not is_dense
+    if ranks and stride > 1 and not is_whole:  # caches of transformers keep no ranking
+        raise ValueError(f"selection_stride must be 1 to decode, got {stride}")
     ck: Tensor | None = None
-    if config.ranks and l == d == 1:  # tokens rank blocks
+    if ranks and l == d == 1:  # tokens rank blocks
         ck = k
-    elif config.ranks:  # means of windows do, which a cache may keep
+    elif ranks:  # means of windows do, which a cache may keep
         means = kept_means(key, l, d) if keys is None else None
         if means is None:
             means = windows_of(k.transpose(1, 2), l, d, True, documents).mean(dim=-2)
@@ -131,14 +125,16 @@ def attention(
     call = Call(q, k, v, ck, q_offset=starts, documents=documents, sinks=sinks)
     has_kernels = backend == "triton" or (backend == "auto" and q.is_cuda)
     is_step = has_kernels and not (is_window or is_dense or is_whole)
+    op = "sliding_window_attention" if is_window else "native_sparse_attention"
     if is_step and not why_not("decode_attention", call, config):
         if isinstance(starts, int):
             starts = torch.full((B,), starts, device=q.device, dtype=torch.int32)
         counters = decode.workspace(B, k.shape[2], q.device)
         step = DecodeInputs(q, k, v, starts, ck, counts=counts, sinks=sinks, counters=counters)
         out = decode.run_decode_kernels(config, step)
+    elif is_dense:
+        out = branches.attend_densely(call, config, dispatch.choose(backend, op, call, config))
     else:
-        op = "sliding_window_attention" if is_window else "native_sparse_attention"
         out, _ = branches.attend(call, config, dispatch.choose(backend, op, call, config))
     if queries is not None:
         out = Move.apply(out, *reversed(queries))

@@ -84,18 +84,8 @@ def kept_settings(config: NSAConfig, names: Iterable[str]) -> dict[str, Any]:
 def drop_in_settings(config: Any) -> dict[str, Any]:
     """The settings of layers under "nsa" that a model's configuration keeps, or defaults."""
     saved = getattr(config, KEY, None) or {}
-    return {name: saved.get(name, value) for name, value in DEFAULTS.items()}
-
-
-def dense_limit(settings: Mapping[str, Any]) -> int:
-    """Queries of sequences of up to so many tokens attend to all that they may see."""
-    length: int = settings["dense_length"]
-    s, d = settings["selection_block_size"], settings["compress_block_sliding_stride"]
-    # blocks whose windows end later are no candidates; gradients of scores need the ranking
-    if settings["num_local_blocks"] == 0 or d > s or settings["use_diff_topk"]:
-        return length
-    names = ("num_initial_blocks", "num_local_blocks", "num_selected_blocks")
-    return max(length, s * sum(settings[name] for name in names))
+    settings = {name: saved.get(name, value) for name, value in DEFAULTS.items()}
+    return settings | dict(branches=("selected",), causal=True)
 
 
 FORM = "one-softmax"

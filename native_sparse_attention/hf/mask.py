@@ -17,7 +17,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from .. import varlen
 from ..checks import describe
-from .configuration import CONVERTED_KEY, KEY, dense_limit, drop_in_settings
+from ..config import AttentionConfig
+from .configuration import CONVERTED_KEY, KEY, drop_in_settings
 
 HINT = "give attention_mask [B, S], or with use_cache=False position_ids that return to 0"
 # what a layer may ask for in vain
@@ -214,7 +215,8 @@ def nsa_mask(
     is_drop_in = getattr(config, KEY, None) and not getattr(config, CONVERTED_KEY, None)
     if local_size is None:  # padding over a cache that is short enough for dense attention
         needs_sdpa = not is_whole and tokens is not None and is_drop_in
-        needs_sdpa = needs_sdpa and dense_limit(drop_in_settings(config)) >= S
+        if needs_sdpa:
+            needs_sdpa = AttentionConfig.unchecked(**drop_in_settings(config)).dense_limit >= S
     else:  # a window counts slots, padding between tokens too
         needs_sdpa = not is_whole
         if is_whole and tokens is not None and not tracing:

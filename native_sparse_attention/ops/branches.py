@@ -113,7 +113,7 @@ def dense_queries(call: Call, config: AttentionConfig) -> int | Tensor:
     cover all that they see, or those before `dense_length`. Or if that differs between sequences
     or the host does not know, which queries [B|1 T] are."""
     T, S, offset, documents = call.q.shape[1], call.k.shape[1], call.q_offset, call.documents
-    s, length, causal = config.selection_block_size, config.dense_length, config.causal
+    length, causal = config.dense_length, config.causal
     if length == sys.maxsize:
         return T
     # an exported graph has one form for all lengths
@@ -123,12 +123,7 @@ def dense_queries(call: Call, config: AttentionConfig) -> int | Tensor:
         return positions < length if causal else documents.last - documents.first <= length
     if length and causal and not is_known:
         return reference.query_positions(call.q, offset) < length
-    n = config.num_initial_blocks + config.num_selected_blocks
-    n += config.num_local_blocks if causal else 0
-    # blocks whose windows end later are no candidates; gradients of scores need the ranking
-    whole = config.d <= s and not config.use_diff_topk
-    whole = whole and (config.num_local_blocks > 0 or not causal)
-    if is_known and (length >= S or (whole and blocks.num_blocks(S, s) <= n)):
+    if is_known and config.dense_limit >= S:
         return T
     return max(0, min(T, length - offset)) if causal and length else 0
 
