@@ -178,8 +178,8 @@ class StaticSparseCache(StaticCache):
 
 class KVLayer(CacheLayerMixin):
     """The tokens of one `SparseAttention` layer in a `KVCache`, which holds no padding.
-    transformers counts slots, padding included; `real` [B, slots] says which hold a token. With
-    `max_cache_len` transformers compiles the steps, and the device counts the slots."""
+    transformers counts slots, padding included. With `max_cache_len` it compiles the steps, and
+    the device counts the slots."""
 
     is_sliding = False
 
@@ -190,7 +190,6 @@ class KVLayer(CacheLayerMixin):
         self.is_croppable = not self.is_compileable
         self.cache = KVCache(max_cache_len)
         self.slots: Any = 0
-        self.real: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Count slots on a device from the first call on: compiled steps count in place."""
@@ -208,7 +207,7 @@ class KVLayer(CacheLayerMixin):
         """The output of the layer for new tokens x [B, T, dim]."""
         if not self.is_initialized:
             self.lazy_initialization(x, x)
-        tokens, (B, T, _), is_compiling = mask.tokens, x.shape, torch.compiler.is_compiling()
+        (B, T, _), is_compiling = x.shape, torch.compiler.is_compiling()
         if not is_compiling and any(lengths := self.cache.lengths):
             shown = mask.share(NSAMask.earlier_tokens, B, T)
             if lengths != shown:
@@ -217,13 +216,13 @@ class KVLayer(CacheLayerMixin):
                     f"each sequence, got {shown}: give the mask [B, S] of all tokens so far"
                 )
         padding: dict[str, Any] = {}
-        if tokens is not None:
+        if mask.tokens is not None:
             new, are_all = mask.share(NSAMask.new_tokens, T)
             if not are_all:
                 padding = dict(lengths=new[:, 0].int()) if T == 1 else dict(mask=new)
         out: Tensor = layer(x, cache=self.cache, **padding)
         if not self.is_compileable:
-            self.slots, self.real = self.slots + T, tokens
+            self.slots += T
             return out
         self.slots.add_(T)
         if not is_compiling:
@@ -252,27 +251,20 @@ class KVLayer(CacheLayerMixin):
             self.__init__()  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last slots, as many as the negative number says."""
+        """Remove the last slots, as many as the negative number says, all of tokens."""
         if self.is_compileable:
             raise ValueError("cache must be a DynamicCache to be cropped, got a StaticCache")
         n = -tokens_to_remove if tokens_to_remove <= 0 else self.slots - tokens_to_remove
         if n <= 0 or not self.slots:
             return
-        removed = [n] * len(self.cache.lengths)
         self.slots -= n
-        if self.real is not None:
-            removed = self.real[:, self.slots :].sum(1).tolist()
-            self.real = self.real[:, : self.slots]
-        self.cache.truncate([a - b for a, b in zip(self.cache.lengths, removed, strict=True)])
+        self.cache.truncate([max(0, length - n) for length in self.cache.lengths])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if not self.is_initialized or not any(self.cache.lengths):
-            return
-        self.cache.reorder(beam_idx)
-        if self.is_compileable:
-            self.mark()
-        elif self.real is not None:
-            self.real = self.real[beam_idx.to(self.real.device)]
+        if any(self.cache.lengths):
+            self.cache.reorder(beam_idx)
+            if self.is_compileable:
+                self.mark()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.reorder_cache(torch.arange(len(self.cache.lengths)).repeat_interleave(repeats))
