@@ -28,7 +28,9 @@ from .varlen import Documents
 WEIGHTS = ("output", "mass")
 
 
-def sampled(queries: int | Tensor, n: int, generator: Any, device: torch.device) -> Tensor:
+def sampled(
+    queries: int | Tensor, n: int, generator: Any, device: Any, name: str = "ranking_queries"
+) -> Tensor:
     """Positions [m] of queries: those given, or that many at random, in order.
 
     Raises:
@@ -37,14 +39,12 @@ def sampled(queries: int | Tensor, n: int, generator: Any, device: torch.device)
     check_generator(generator)
     if isinstance(queries, Tensor):
         if queries.ndim != 1 or queries.is_floating_point() or queries.dtype == torch.bool:
-            raise ValueError(f"ranking_queries must be [m] integers, got {describe(queries)}")
+            raise ValueError(f"{name} must be [m] integers, got {describe(queries)}")
         is_on_host = queries.device.type == "cpu" and not torch.compiler.is_compiling()
         if is_on_host and queries.numel() and not 0 <= int(queries.min()) <= int(queries.max()) < n:
-            raise ValueError(
-                f"ranking_queries must be positions from 0 to {n - 1}, got {queries.tolist()}"
-            )
+            raise ValueError(f"{name} must be positions from 0 to {n - 1}, got {queries.tolist()}")
         return queries.to(device, torch.long)
-    m = min(check_int("ranking_queries", queries, 1), n)
+    m = min(check_int(name, queries, 1), n)
     source = "cpu" if generator is None else generator.device
     drawn = torch.randperm(n, generator=generator, device=source)[:m]
     return drawn.sort().values.to(device)

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from .. import blocks
 from ..attention import SparseAttention
-from ..checks import INDEX_DTYPES, check_int, check_model, describe
+from ..checks import check_int, check_model, describe
 from ..compat import no_autocast
 from ..config import AttentionConfig, NSAConfig
 from ..ops import branches, dispatch
 from ..ops.call import Call
 from ..ops.reference import block_scores, capped, scores, upcast
+from ..ranking import sampled
 from ..varlen import Documents
 
 # how many queries of a sequence `collect` samples, if not told
@@ -153,18 +154,6 @@ def sparse_layers(model: Any, layers: Any) -> dict[str, SparseAttention]:
         raise ValueError(f"layers must be a list of names of {known}, got {describe(layers)}")
     chosen = {names[layer] for layer in layers}
     return {name: layer for name, layer in sparse.items() if name in chosen}
-
-
-def sample(queries: int | Tensor | None, seed: int, length: int) -> Tensor:
-    """Positions [m] of queries in rows of `length` tokens, in order: the same for equal lengths."""
-    if queries is None:
-        return torch.arange(length)
-    if not isinstance(queries, Tensor):
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randperm(length, generator=generator)[:queries].sort().values
-    if (last := int(queries.max())) >= length:
-        raise ValueError(f"queries must be positions below {length} (tokens), got {last}")
-    return queries
 
 
 def rank_all(call: Call, config: AttentionConfig, indices: Tensor | None) -> Tensor:
@@ -294,7 +283,10 @@ def record(
     if torch._C._current_graph_task_id() != -1:
         return  # a backward pass, where checkpointing calls layers once more
     b, length, heads = call.q.shape[:3]
-    rows = sample(queries, seed, length).to(call.q.device)
+    rows = torch.arange(length, device=call.q.device)
+    if queries is not None:  # the same for equal lengths
+        generator = torch.Generator().manual_seed(seed)
+        rows = sampled(queries, length, generator, call.q.device, "queries")
     ranked, kinds = None, []
     if "selected" in config.branches:
         ranked = rank_all(call, config, indices)
@@ -343,12 +335,8 @@ def collect(
         NotImplementedError: while open, a call with a cache (decoding).
     """
     seed = check_int("seed", seed, 0, 2**63)
-    if isinstance(queries, Tensor) and queries.ndim:
-        is_list = queries.dtype in INDEX_DTYPES and queries.ndim == 1 and queries.numel() > 0
-        if not is_list or queries.min() < 0:
-            expected = "a number, positions [m] of at least 0 or None for all"
-            raise ValueError(f"queries must be {expected}, got {describe(queries)}")
-        queries = queries.detach().cpu().long()
+    if isinstance(queries, Tensor):
+        queries = queries.cpu()
     elif queries is not None:
         queries = check_int("queries", queries, 1)
     layer_by_name = sparse_layers(model, layers)

@@ -28,11 +28,6 @@ def new_figure(width: float, height: float) -> tuple[Figure, Any]:
     return figure, figure.subplots()
 
 
-def get_readings(collection: Collection) -> list[Reading]:
-    check_type("collection", collection, Collection, "what collect gives")
-    return collection.forward()
-
-
 def plot_selection(reading: Reading, head: int = 0, *, sequence: int = 0) -> Figure:
     """Which keys each recorded query reads by its blocks, with initial, ranked and local ones in
     colours; the stronger, the larger the block's share of full attention. A row for each query.
@@ -87,7 +82,8 @@ def plot_selection(reading: Reading, head: int = 0, *, sequence: int = 0) -> Fig
 def plot_gates(collection: Collection) -> Figure:
     """The gates of each branch by layer, in its last call: the mean over queries, heads and
     sequences, and the range of the heads."""
-    readings = get_readings(collection)
+    check_type("collection", collection, Collection, "what collect gives")
+    readings = collection.forward()
     if all(reading.gates is None for reading in readings):
         raise ValueError("collection must have a layer with gates: one branch alone has none")
     figure, axes = new_figure(max(4.5, 1.5 + 0.6 * len(readings)), 4)
@@ -117,7 +113,8 @@ def plot_gates(collection: Collection) -> Figure:
 def plot_mass(collection: Collection) -> Figure:
     """The share of full attention that the chosen blocks hold, by layer and query head, in the
     last call of each layer: a mean over queries and sequences."""
-    readings = [one for one in get_readings(collection) if one.mass is not None]
+    check_type("collection", collection, Collection, "what collect gives")
+    readings = [one for one in collection.forward() if one.mass is not None]
     if not readings:
         raise ValueError("collection must have a layer with a selected branch, got none")
     # a layer may have fewer heads

@@ -388,8 +388,6 @@ def test_layers_are_seen_on_a_gpu(name):
     ("kwargs", "message"),
     [
         (dict(queries=0), "queries must be an integer of at least 1, got 0"),
-        (dict(queries=torch.rand(3)), "queries must be a number, positions"),
-        (dict(queries=torch.tensor([-1])), "queries must be a number, positions"),
         (dict(seed=-1), "seed must be an integer of at least 0, got -1"),
         (dict(layers=[2]), "layers must be a list of names of layers"),
         (dict(layers=["norm"]), "layers must be a list of names of layers"),
@@ -406,8 +404,12 @@ def test_bad_arguments(kwargs, message):
 
 def test_refused_calls():
     model, module, x = small_model(), made("default"), tokens()
-    with collect(model, queries=torch.tensor([50])) as seen:
-        with pytest.raises(ValueError, match="queries must be positions below 40"):
+    for queries, told in (
+        (torch.tensor([50]), "queries must be positions from 0 to 39, got .50."),
+        (torch.tensor([-1]), "queries must be positions from 0 to 39, got .-1."),
+        (torch.rand(3), "queries must be .m. integers, got a torch.float32 tensor"),
+    ):
+        with collect(model, queries) as seen, pytest.raises(ValueError, match=told):
             model(IDS)
         with pytest.raises(ValueError, match="every layer must have had a call, got none of"):
             seen.forward()
