@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import check_choice, check_factor, check_ints, describe
+from ..attention import SparseAttention
+from ..checks import check_choice, check_factor, check_ints, check_model, describe
 from ..recipes import ranking_alone
-from .modeling import attention_modules, ranking_losses
+from .modeling import ranking_losses
 
 
 def distill(
@@ -54,7 +55,8 @@ def distill(
     check_ints(1, steps=steps, batch_size=batch_size, ranking_queries=ranking_queries)
     lr = check_factor("lr", lr)
     check_choice("stage", stage, ("ranking", "all"))
-    layers = [layer.attention for layer in attention_modules(model)]
+    check_model(model)
+    layers = [module for module in model.modules() if isinstance(module, SparseAttention)]
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 2:
         raise ValueError(f"ids must be [N, T] integers, got {describe(ids)}")
     is_alone, minimum = stage == "ranking", 0

@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.utils import can_return_tuple
 
 from ..attention import SparseAttention
+from ..checks import check_model
 from ..ranking import sampled
 from ..rotary import Rotary
 from .cache import layer_of
@@ -103,15 +104,6 @@ class NSAAttention(nn.Module):
         return (out if layout is None else layout.collect(out)), None
 
 
-def attention_modules(model: nn.Module) -> list[NSAAttention]:
-    """The attention modules of a model that hold a `SparseAttention`."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    if layers := [module for module in modules if isinstance(module, NSAAttention)]:
-        return layers
-    kinds = "one of convert(model), or an NSAModel or NSAForCausalLM"
-    raise ValueError(f"model must be {kinds}, got {type(model).__name__}")
-
-
 @contextmanager
 def ranking_losses(model: nn.Module, queries: Tensor, weights: str = "output") -> Iterator[Ranking]:
     """Within the context each forward without a cache also computes the losses of the learned
@@ -121,10 +113,12 @@ def ranking_losses(model: nn.Module, queries: Tensor, weights: str = "output") -
     Raises:
         ValueError: a model without layers of `importance="index"`, or in such a context already.
     """
-    layers = attention_modules(model)
-    if all(layer.attention.to_index is None for layer in layers):
-        name = type(model).__name__
-        raise ValueError(f"model must rank by importance='index', got none in a {name}")
+    check_model(model)
+    modules = [module for module in model.modules() if isinstance(module, NSAAttention)]
+    layers = [module for module in modules if module.attention.to_index is not None]
+    if not layers:
+        kinds = "one of convert(model) or an NSAModel, with layers of importance='index'"
+        raise ValueError(f"model must be {kinds}, got a {type(model).__name__} without")
     if any(layer.ranking is not None for layer in layers):
         raise ValueError("model must be in one ranking_losses or distill, got a second one")
     ranking = Ranking(queries, weights)
