@@ -6,19 +6,13 @@ The import registers "nsa" as an attention implementation of transformers, for `
 attn_implementation="nsa")`, and as a type of model, for the Auto classes (docs/huggingface.md).
 """
 
-import re
-from importlib import metadata
-
 try:
-    installed = metadata.version("transformers")
-except metadata.PackageNotFoundError:
-    installed = "none"
-# that of the extra hf
-if [int(part) for part in re.findall(r"\d+", installed)[:2]] < [5, 17]:
-    raise ImportError(
-        f"native_sparse_attention.hf needs transformers 5.17 or later, got {installed}: "
-        "pip install 'native-sparse-attention[hf]'"
-    )
+    from transformers.utils.versions import require_version
+
+    require_version("transformers>=5.17")  # that of the extra hf
+except ImportError as error:
+    install = "pip install 'native-sparse-attention[hf]'"
+    raise ImportError(f"native_sparse_attention.hf needs its extra, {install}: {error}") from None
 
 from .attention import use_dense_attention, use_sparse_attention
 from .cache import SparseCache, StaticSparseCache
