@@ -33,7 +33,6 @@ from .configuration import (
     NAME,
     REPLACED,
     drop_in_settings,
-    kept_settings,
     layer_config,
 )
 from .mask import NSAMask, check_call, check_layers, nsa_mask
@@ -176,7 +175,7 @@ def use_sparse_attention(
     check_choice("importance", layer.importance, IMPORTANCE_RULES)
     if decoder.config._attn_implementation != NAME:
         replaced = decoder.config._attn_implementation
-    setattr(decoder.config, KEY, kept_settings(layer, DEFAULTS) | {REPLACED: replaced})
+    setattr(decoder.config, KEY, layer.values_of(*DEFAULTS) | {REPLACED: replaced})
     decoder.set_attn_implementation(NAME)
     return model
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..checks import (
     check_number,
     describe,
 )
-from ..config import NSAConfig
+from ..config import SELECTION, NSAConfig
 from ..presets import preset
 from ..ranking import WEIGHTS
 
@@ -36,12 +36,10 @@ USUAL = {f.name: f.default for f in fields(NSAConfig)}
 
 # of the drop-in: one softmax over initial, local and ranked blocks, whose largest token is the
 # score of a block
-DEFAULTS: dict[str, Any] = dict(
-    compress_block_size=1, compress_block_sliding_stride=1, selection_block_size=64,
-    num_selected_blocks=16, importance="max", interpolated_importance_score=False,
-    num_initial_blocks=1, num_local_blocks=8, selection_stride=1,
-    query_heads_share_selected_kv=True, dense_length=8192, use_diff_topk=False, backend="auto",
-)  # fmt: skip
+DEFAULTS = {
+    name: (USUAL | preset("one-softmax"))[name]
+    for name in (*SELECTION, "dense_length", "use_diff_topk", "backend")
+}
 FIXED: dict[str, Any] = dict(
     branches=("selected",), causal=True, rank_rotated=True, scale=None, soft_cap=None,
     attention_sinks=False, recompute=False, block_sizes=None,
@@ -75,12 +73,6 @@ def layer_config(
     return NSAConfig(**NO_SIZES | {**defaults, **values, **fixed})
 
 
-def kept_settings(config: NSAConfig, names: Iterable[str]) -> dict[str, Any]:
-    """Settings of a layer as values of JSON, by which `layer_config` makes it again."""
-    values = {name: getattr(config, name) for name in names}
-    return {n: [*value] if n == "branches" else value for n, value in values.items()}
-
-
 def drop_in_settings(config: Any) -> dict[str, Any]:
     """The settings of layers under "nsa" that a model's configuration keeps, or defaults."""
     saved = getattr(config, KEY, None) or {}
@@ -89,13 +81,15 @@ def drop_in_settings(config: Any) -> dict[str, Any]:
 
 
 FORM = "one-softmax"
-# settings of a layer that the configuration has under names of its own, and tile sizes, which
+# settings of a layer by their names in the configuration, and those that it has not: tile sizes
 # belong to a machine
-DECIDED = {
-    "dim", "dim_head", "heads", "kv_heads", "causal", "norm", "qkv_bias", "out_bias", "qk_norm",
-    "qk_norm_eps", "block_sizes",
-}  # fmt: skip
-SETTINGS = {name: value for name, value in USUAL.items() if name not in DECIDED}
+NAMES = dict(
+    dim="hidden_size", dim_head="head_dim", heads="num_attention_heads",
+    kv_heads="num_key_value_heads", qkv_bias="qkv_bias", out_bias="out_bias", qk_norm="qk_norm",
+    qk_norm_eps="rms_norm_eps",
+)  # fmt: skip
+DECIDED: dict[str, Any] = dict(causal=True, norm=False, block_sizes=None)
+SETTINGS = {name: value for name, value in USUAL.items() if name not in NAMES | DECIDED}
 # those that a layer of dense attention has too
 DENSE_SETTINGS = (
     "compress_block_size", "compress_block_sliding_stride", "selection_block_size", "scale",
@@ -212,7 +206,7 @@ class NSAModelConfig(PreTrainedConfig):
         if both := sorted({*self.dense_layers} & {*self.local_layers}):
             raise ValueError(f"local_layers must not be dense_layers too, got {both} in both")
         layer = self.read_settings(self.nsa)
-        self.nsa = kept_settings(layer, SETTINGS)
+        self.nsa = layer.values_of(*SETTINGS)
         if self.ranking_queries is not None:
             self.ranking_queries = check_int("ranking_queries", self.ranking_queries, 1)
             if not layer.is_indexed:
@@ -223,12 +217,7 @@ class NSAModelConfig(PreTrainedConfig):
     @property
     def widths(self) -> dict[str, Any]:
         """The settings of an `NSAConfig` that the other arguments decide."""
-        return dict(
-            dim=self.hidden_size, dim_head=self.head_dim, heads=self.num_attention_heads,
-            kv_heads=self.num_key_value_heads, causal=True, norm=False, qkv_bias=self.qkv_bias,
-            out_bias=self.out_bias, qk_norm=self.qk_norm, qk_norm_eps=self.rms_norm_eps,
-            block_sizes=None,
-        )  # fmt: skip
+        return DECIDED | {name: getattr(self, own) for name, own in NAMES.items()}
 
     def layer_config_of(self, index: int) -> NSAConfig:
         """The settings of a layer; a dense one is one softmax without a limit and a ranking."""
@@ -247,7 +236,6 @@ class NSAModelConfig(PreTrainedConfig):
         if isinstance(nsa, Mapping):
             nsa = dict(nsa)
             form, length = nsa.pop("preset", None), nsa.pop("length", None)
-            check_keywords(nsa, (*SETTINGS, *self.widths))
             if form is None and length is not None:
                 raise ValueError(f"length in nsa goes with a preset, got {describe(length)} alone")
             if form is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
@@ -21,11 +21,9 @@ from ..config import NSAConfig
 from ..initialization import assign, gate_linear
 from ..presets import preset
 from . import configuration
-from .attention import check_model
-from .configuration import CONVERTED_KEY, NAME, NSAModelConfig, kept_settings, layer_config
+from .attention import Model, check_model, use_sparse_attention
+from .configuration import CONVERTED_KEY, NAME, NSAModelConfig, drop_in_settings, layer_config
 from .modeling import NSAAttention
-
-Model = TypeVar("Model")
 
 # modules that `convert` can read; those with `qkv_proj` have one projection of q, k and v, those
 # with `q_norm` norms of every head of queries and keys
@@ -42,11 +40,7 @@ FIXED = {"scale", "soft_cap", "attention_sinks", "compress_mlp_expand_factor"}
 SETTINGS = {name: value for name, value in configuration.SETTINGS.items() if name not in FIXED}
 # tokens rank blocks by learned queries and keys
 ONE_SOFTMAX: dict[str, Any] = preset("one-softmax", user_settings=dict(importance="index"))
-# the paper's numbers
-BRANCHES: dict[str, Any] = dict(
-    importance="probs", compress_block_sliding_stride=16, num_selected_blocks=13,
-    num_initial_blocks=1, num_local_blocks=2,
-)  # fmt: skip
+BRANCHES = preset("paper", None, dict(branch_kv="shared", sliding_window_size=512))
 
 
 def convert(
@@ -95,7 +89,7 @@ def convert(
     for (index, layer), module, attention in zip(layers, modules, converted, strict=True):
         layer.self_attn = NSAAttention(attention, index, module.attention_dropout)
         layer.self_attn.train(module.training)
-    saved = kept_settings(converted[0].config, SETTINGS) | dict(gate_bias=bias)
+    saved = converted[0].config.values_of(*SETTINGS) | dict(gate_bias=bias)
     setattr(decoder.config, CONVERTED_KEY, saved)
     decoder.set_attn_implementation(NAME)
     return model
@@ -151,7 +145,7 @@ def sparse_layer(
         return t.unflatten(0, (-1, D))[:, order.to(t.device)].flatten(0, 1)
 
     H, K = module.config.num_attention_heads, module.config.num_key_value_heads
-    projections, norms, eps = {}, [], 1e-6
+    projections, norms, scales, eps = {}, [], [], 1e-6
     for part in ("weight", "bias"):
         if getattr(linears[0], part) is not None:
             qkv = torch.cat([getattr(linear, part).detach() for linear in linears])
@@ -160,7 +154,8 @@ def sparse_layer(
     if hasattr(module, "q_norm"):
         eps = getattr(module.q_norm, "variance_epsilon", getattr(module.q_norm, "eps", eps))
         plus = name.startswith("Gemma")
-        norms = [pair(norm.weight.detach()) + plus for norm in (module.q_norm, module.k_norm)]
+        norms = [module.q_norm, module.k_norm]
+        scales = [pair(norm.weight.detach()) + plus for norm in norms]
     decided: dict[str, Any] = dict(
         dim=out.weight.shape[0], dim_head=D, heads=H, kv_heads=K, causal=True, norm=False,
         qkv_bias="bias" in projections, out_bias=out.bias is not None, qk_norm=bool(norms),
@@ -188,38 +183,40 @@ def sparse_layer(
     kv_sets = 1 if config.branch_kv == "shared" else len(config.branches)
     for part, (q, k, v) in projections.items():
         assign(getattr(layer.to_qkv, part), torch.cat([q, *(k, v) * kv_sets]))
-    for part, t in out.named_parameters():
-        assign(getattr(layer.combine_heads, part), t.detach())
-    for norm, scales in zip((layer.q_norm, layer.k_norm), norms, strict=False):
-        assign(norm.weight, scales)  # type: ignore[union-attr]
+    layer.to_qkv.requires_grad_(any(linear.weight.requires_grad for linear in linears))
+    layer.combine_heads.load_state_dict(out.state_dict())
+    layer.combine_heads.requires_grad_(out.weight.requires_grad)
+    copies: Any = (layer.q_norm, layer.k_norm)
+    for copy, norm, scale in zip(copies, norms, scales, strict=False):
+        assign(copy.weight, scale)
+        copy.requires_grad_(norm.weight.requires_grad)
     if layer.to_index is not None and config.index_dim == D:
         # the mean query of each group, and the mean key of its KV heads, without biases and norms:
         # where the model has neither, the score of a block is a logit of the mean query
         means = []
         for index, heads in enumerate((K, config.index_heads)):
             weight = projections["weight"][index].unflatten(0, (-1, D))
-            weight = weight * norms[index][:, None] if norms else weight
+            weight = weight * scales[index][:, None] if scales else weight
             means.append(reduce(weight, "(h g) d i -> (h d) i", "mean", h=heads))
         scale = config.scale_of(D) * D**0.5  # scores have the index's own scale
         assign(layer.to_index.weight, torch.cat((means[0] * scale, means[1])))
-    trained = {part.split(".")[0] for part, p in module.named_parameters() if p.requires_grad}
-    for copy, sources in (  # queries, keys and values are one weight
-        ("to_qkv", {"q_proj", "k_proj", "v_proj", "qkv_proj"}), ("q_norm", {"q_norm"}),
-        ("combine_heads", {"o_proj", "dense"}), ("k_norm", {"k_norm"}),
-    ):  # fmt: skip
-        if getattr(layer, copy) is not None and not trained & sources:
-            getattr(layer, copy).requires_grad_(False)
     return layer
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keep notes and progress bars of transformers from the terminal."""
+def quiet(path: Path) -> Iterator[None]:
+    """Keep notes and progress bars of transformers from the terminal. Errors of the libraries that
+    read files become a ValueError with the path."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
+    except (ValueError, ImportError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} cannot be loaded: {reason}") from None
     finally:
         logging.set_verbosity(level)
         if bars:
@@ -249,7 +246,7 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
         raise ValueError(f"path must be {expected}, got {path}")
     # all but attention as transformers loads it: its formats of experts, buffers in float32
     architecture = getattr(transformers, config.architectures[0])
-    with quiet():  # of weights of attention that it does not find
+    with quiet(folder):  # of weights of attention that it does not find
         model, report = architecture.from_pretrained(
             folder, dtype=config.dtype or torch.float32, output_loading_info=True
         )
@@ -273,7 +270,7 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
 
 
 def load_viewed(
-    path: str | Path, settings: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
+    path: Path, settings: Mapping[str, Any] | None, device: torch.device
 ) -> tuple[nn.Module, Any]:
     """A model whose layers are `SparseAttention`, in inference mode, and its tokenizer, of a folder
     or a GGUF file. On the CPU weights are fp32, elsewhere of the dtype of the file.
@@ -281,49 +278,28 @@ def load_viewed(
     An `NSAForCausalLM` and a converted model are loaded as they are. `convert` gives another
     decoder layers of the same numbers as under `use_sparse_attention`. `settings` replace those
     that the configuration keeps; those of a converted model must not change weights."""
-    try:
-        with quiet():
-            model, tokenizer = load(Path(path), settings, torch.device(device).type == "cpu")
-    except (ValueError, ImportError):
-        raise
-    except Exception as error:  # of the libraries that read a file
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path} cannot be loaded: {reason}") from None
-    return model.to(device).eval(), tokenizer
-
-
-def load(path: Path, settings: Mapping[str, Any] | None, is_cpu: bool) -> tuple[Any, Any]:
-    """`load_viewed`, with errors of the libraries."""
-    is_gguf = path.suffix == ".gguf"
+    is_gguf, dtype = path.suffix == ".gguf", torch.float32 if device.type == "cpu" else None
     # nothing is downloaded, and no code of a folder runs
     source: dict[str, Any] = dict(local_files_only=True, trust_remote_code=False)
-    source["pretrained_model_name_or_path"] = str(path.parent if is_gguf else path)
-    if is_gguf:
-        source["gguf_file"] = path.name
+    source["pretrained_model_name_or_path"] = path.parent if is_gguf else path
+    source |= dict(gguf_file=path.name) if is_gguf else {}
     config = transformers.AutoConfig.from_pretrained(**source)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{path} must hold a decoder, got model_type={config.model_type!r}")
     is_converted = bool(getattr(config.get_text_config(decoder=True), CONVERTED_KEY, None))
-    is_native, drop_in = isinstance(config, NSAModelConfig), None
+    is_native = isinstance(config, NSAModelConfig)
     if is_native and settings is not None:
         expected = "None for a model of type 'nsa', whose config.json has its own"
         raise ValueError(f"settings must be {expected}, got {describe(dict(settings))}")
-    if not is_converted and not is_native:
-        saved = getattr(config, configuration.KEY, None) or {}
-        drop_in = dict(saved if settings is None else settings)
-        drop_in.pop(configuration.REPLACED, None)
-        defaults, fixed = configuration.DEFAULTS, configuration.FIXED
-        drop_in = kept_settings(layer_config(drop_in, {}, defaults, fixed), defaults)
     # without files some kinds of tokenizers begin with an empty vocabulary
     names = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.*")
     if not is_gguf and not any(file for name in names for file in path.glob(name)):
         raise ValueError(f"{path} must hold a tokenizer, as tokenizer.save_pretrained writes it")
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     if is_converted:
-        model = load_converted(path, **(settings or {}))
-        return model.float() if is_cpu else model, tokenizer
+        return load_converted(path, **(settings or {})).to(device, dtype), tokenizer
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        **source, dtype=torch.float32 if is_cpu else "auto", output_loading_info=True,
+        **source, dtype=dtype or "auto", output_loading_info=True,
         quantization_config=transformers.GgufConfig(dequantize=True) if is_gguf else None,
         ignore_mismatched_sizes=True,
     )  # fmt: skip
@@ -331,4 +307,7 @@ def load(path: Path, settings: Mapping[str, Any] | None, is_cpu: bool) -> tuple[
     # what the head predicts is not seen
     if absent := {name for name in absent if not name.startswith("lm_head.")}:
         raise ValueError(f"{path} must hold all weights, got none of the size of {min(absent)}")
-    return model if drop_in is None else convert(model, drop_in), tokenizer
+    if not is_native:  # settings and numbers as of the drop-in
+        use_sparse_attention(model, settings)
+        convert(model, drop_in_settings(model.config))
+    return model.to(device), tokenizer

@@ -44,9 +44,10 @@ def load_pretrained(
     """A model of transformers, ids and texts of tokens, and other arguments of the model."""
     if not args.model.exists():
         raise ValueError(f"MODEL must be a {MODEL}, got {args.model}")
-    from ..hf.convert import load_viewed
+    from ..hf.convert import load_viewed, quiet
 
-    model, tokenizer = load_viewed(args.model, args.settings, args.device)
+    with quiet(args.model):
+        model, tokenizer = load_viewed(args.model, args.settings, args.device)
     ids, pieces = token_texts(tokenizer, data.decode("utf-8", "replace"))
     return model, ids, pieces, dict(use_cache=False, logits_to_keep=1)
 

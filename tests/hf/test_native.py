@@ -134,7 +134,7 @@ def test_settings_are_those_of_the_preset_and_go_through_json(tmp_path):
     # of max_position_embeddings=256, and of a length of its own
     for nsa, size in (("paper", 16), (dict(preset="paper", length=9999), 64)):
         assert NSAModelConfig(**SIZES, nsa=nsa).nsa["selection_block_size"] == size
-    assert NSAModelConfig(**SIZES).nsa["branches"] == ["selected"]
+    assert NSAModelConfig(**SIZES).nsa["branches"] == ("selected",)
     layer = config.layer_config_of(0)
     assert NSAModelConfig(**SIZES, rms_norm_eps=1e-6, nsa=layer).nsa == config.nsa
 
@@ -320,7 +320,7 @@ def test_settings_given_at_load_are_those_of_a_configuration(tmp_path):
         with pytest.raises(ValueError, match=told):
             AutoConfig.from_pretrained(tmp_path, **given)
     model.config.nsa = "one-softmax"  # attributes that are set later are checked too
-    assert NSAForCausalLM(model.config).config.nsa["branches"] == ["selected"]
+    assert NSAForCausalLM(model.config).config.nsa["branches"] == ("selected",)
     model.config.dense_layers = [9]
     with pytest.raises(ValueError, match="dense_layers"):
         NSAForCausalLM(model.config)

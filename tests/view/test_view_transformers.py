@@ -126,7 +126,7 @@ def test_page_of_a_model(name, folder, tmp_path, capsys):
 def test_model_reads_what_the_drop_in_reads(settings, folder):
     """Its outputs are the same, and others than those of dense attention."""
     path = folder / ("drop-in" if settings is None else "dense")
-    model, tokenizer = load_viewed(path, settings)
+    model, tokenizer = load_viewed(path, settings, torch.device("cpu"))
     assert {p.dtype for p in model.parameters()} == {torch.float32} and not model.training
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
     original = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
