@@ -147,26 +147,24 @@ def sparse_layers(model: Any, layers: Any) -> dict[str, SparseAttention]:
         raise ValueError(f"model must have SparseAttention layers, got {got}")
     if layers is None:
         return sparse
-    names: dict[Any, str] = dict(enumerate(sparse)) | dict(zip(sparse, sparse, strict=True))
+    names = [*sparse, *range(len(sparse))]
     is_list = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
     if not is_list or any(layer not in names for layer in layers):
         known = f"layers ({', '.join([*sparse][:4])} ...) or of numbers below {len(sparse)}"
         raise ValueError(f"layers must be a list of names of {known}, got {describe(layers)}")
-    chosen = {names[layer] for layer in layers}
-    return {name: layer for name, layer in sparse.items() if name in chosen}
+    numbered = enumerate(sparse.items())
+    return {name: layer for i, (name, layer) in numbered if name in layers or i in layers}
 
 
 def rank_all(call: Call, config: AttentionConfig, indices: Tensor | None) -> Tensor:
     """Block indices [b i r n] of all queries. The layer has none of its first queries where they
     are dense, and none at all where the blocks of every query cover all that it sees."""
-    b, T, h = call.q.shape[:3]
-    if indices is None and call.ck is not None and config.dense_length < call.k.shape[1]:
+    if indices is None:
+        if call.ck is None or config.dense_length >= call.k.shape[1]:  # nothing is ranked
+            config = config.but(num_selected_blocks=0)
         backend = dispatch.choose("auto", "native_sparse_attention", call, config)
         indices = branches.rank(call, config, backend)[0]
-    if indices is None:
-        r = call.k.shape[2] if config.query_heads_share_selected_kv else h
-        return torch.full((b, T, r, 0), -1, dtype=torch.int32, device=call.q.device)
-    return F.pad(indices, (0, 0, 0, 0, T - indices.shape[1], 0), value=-1)
+    return F.pad(indices, (0, 0, 0, 0, call.q.shape[1] - indices.shape[1], 0), value=-1)
 
 
 def attention_probs(q: Tensor, k: Tensor, visible: Tensor, config: AttentionConfig) -> Tensor:
