@@ -171,7 +171,7 @@ class Flex(UnderMask):
 
 def facts(mask: Mask, T: int, device: torch.device) -> Row:
     """What share of the pairs is allowed, and what share of tiles holds none."""
-    counts = masks.tiles.tile_counts(mask.mod(T, device), T, T, device)
+    counts = masks.nsa.tile_counts(mask.mod(T, device), T, T, device)
     return {
         "mask": mask.label,
         "pairs": int(counts.sum()),

@@ -41,7 +41,7 @@ from .checks import (
     describe,
 )
 from .compat import cast_to_autocast_dtype, no_autocast, refuse_transforms
-from .masks.tiles import MaskMod
+from .masks.nsa import MaskMod
 from .ops.chunked import AttendTiles, Plan, attend, refuse_batched, slice_axis, split_range
 from .ops.reference import Visibility, query_positions, upcast
 

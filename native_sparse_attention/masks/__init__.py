@@ -1,7 +1,7 @@
 """Masks and score modifications for torch's flex_attention.
 
-`nsa` has the masks of native sparse attention's branches; `gallery` and `scores` have mods of other
-papers. `attention` runs them, also over packed sequences. `tiles` makes block masks of mask mods.
+`nsa` has the masks of native sparse attention's branches, and makes block masks of mask mods;
+`gallery` and `scores` have mods of other papers. `attention` runs them, also over packed sequences.
 `python -m native_sparse_attention.masks NAME` draws a mask. A setting out of range, or a tensor of
 another dtype or shape, is a ValueError that names it.
 """
@@ -24,10 +24,14 @@ from .gallery import (
     sliding_window,
 )
 from .nsa import (
+    MaskMod,
+    and_masks,
+    block_mask_of,
     compress_mask_mod,
     create_compress_mask,
     create_fine_mask,
     create_sliding_mask,
+    or_masks,
     selected_mask_mod,
     sliding_mask_mod,
 )
@@ -41,7 +45,6 @@ from .scores import (
     soft_cap,
     tanh_approx,
 )
-from .tiles import MaskMod, and_masks, block_mask_of, or_masks
 
 __all__ = [
     "MaskMod", "ScoreMod", "alibi", "alibi_bias", "alibi_slopes", "and_masks", "block_mask_of",

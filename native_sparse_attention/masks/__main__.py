@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..checks import check_int
 from . import catalog
-from .tiles import TILE, MaskMod, tile_counts
+from .nsa import TILE, MaskMod, tile_counts
 
 CPU = torch.device("cpu")
 # most cells along the longer side of a picture in characters, and in pixels

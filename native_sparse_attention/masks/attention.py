@@ -23,8 +23,8 @@ from ..checks import (
 )
 from ..ops.reference import masked_softmax, times, upcast
 from .gallery import sequence_ids
+from .nsa import MaskMod, block_mask_of
 from .scores import ScoreMod
-from .tiles import MaskMod, block_mask_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import blocks
 from ..checks import check_choice, check_int, check_ints, check_keywords
 from . import attention, gallery, nsa
-from .tiles import MaskMod
+from .nsa import MaskMod
 
 # what makes each mask: its docstring describes the mask
 CATALOG: dict[str, Any] = {

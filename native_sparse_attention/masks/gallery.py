@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..checks import INTEGER_DTYPES, check_bool, describe
-from .nsa import sliding_mask_mod
-from .tiles import MaskMod, constant
+from .nsa import MaskMod, constant, sliding_mask_mod
 
 
 def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def soft_cap(cap: float, approximate: bool = False) -> ScoreMod:
     (`tanh.approx.f32`, relative error 2^-11), forward and backward.
     """
     expected = f"a positive finite number of at least {LEAST_NORMAL:.2g}"
-    # a string, as `tiles.constant` returns
+    # a string, as `nsa.constant` returns
     bound = repr(check_number("cap", cap, expected, LEAST_NORMAL))
     approximate = check_bool("approximate", approximate)
 

@@ -142,7 +142,7 @@ def test_documents_by_row_and_windows():
 @pytest.mark.parametrize("name", catalog.CATALOG)
 def test_block_masks_are_torchs(name, monkeypatch):
     """Tile for tile, strip by strip, at lengths that are no multiple of a tile."""
-    monkeypatch.setattr(masks.tiles, "PAIRS_AT_ONCE", 2 * 128 * 400)
+    monkeypatch.setattr(masks.nsa, "PAIRS_AT_ONCE", 2 * 128 * 400)
     options = {"canvas_width": 20} if "canvas_width" in catalog.options_of(name) else {}
     mod, q_len, kv_len = catalog.make(name, 400, CPU, **options)
     ours = masks.block_mask_of(mod, q_len, kv_len, "cpu")
@@ -156,7 +156,7 @@ def test_counts_are_of_pairs(name):
     exact = dense(mod, q_len, kv_len)
     assert exact.any() and not exact.all()
     for tile in (1, 7, 128):
-        counts = masks.tiles.tile_counts(mod, q_len, kv_len, CPU, tile)
+        counts = masks.nsa.tile_counts(mod, q_len, kv_len, CPU, tile)
         assert counts.shape == (-(-q_len // tile), -(-kv_len // tile))
         assert counts[0, 0] == exact[:tile, :tile].sum()
         assert counts.sum() == exact.sum()

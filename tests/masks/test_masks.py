@@ -12,7 +12,7 @@ from native_sparse_attention.masks import (
     create_fine_mask,
     create_sliding_mask,
 )
-from native_sparse_attention.masks.tiles import TILE
+from native_sparse_attention.masks.nsa import TILE
 from tests.helpers.pictures import assert_torchs_tiles, drawn
 from tests.helpers.pictures import dense as allowed
 
