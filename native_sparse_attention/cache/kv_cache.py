@@ -21,10 +21,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import TOO_MANY, as_int, check_device, check_int, describe
+from ..checks import (
+    INTEGER_DTYPES,
+    TOO_MANY,
+    as_int,
+    check_device,
+    check_int,
+    check_tensor,
+    describe,
+)
 from ..compat import is_exporting
 from ..compress import unfold
-from ..ops.triton.cache import kernels
 
 
 class NewTokens(NamedTuple):
@@ -152,14 +159,11 @@ def write(
     store.index_put_(index, new)
 
 
-def pairs(new: dict[str, Tensor]) -> list[tuple[str, str]]:
-    """Names of streams, two by two, as kernels take them; one without a partner is its own."""
-    names = list(new)
-    return [(name, names[min(i + 1, len(names) - 1)]) for i, name in enumerate(names)][::2]
+def kernels() -> Any:
+    """The kernels that write to a cache. To import them loads triton."""
+    from ..kernels.decode import kv_cache
 
-
-def pick(tensors: dict[str, Tensor], names: tuple[str, str]) -> tuple[Tensor, Tensor]:
-    return tensors[names[0]], tensors[names[1]]
+    return kv_cache
 
 
 # positions in compiled graphs
@@ -183,18 +187,6 @@ def checked_starts(lengths: Tensor, counts: Tensor | None, new: int, max_length:
 @checked_starts.register_fake
 def _(lengths, counts, new, max_length):
     return lengths.new_empty(lengths.shape, dtype=torch.int64)
-
-
-def device_counts(lengths: Any, batch: int, device: torch.device) -> Tensor | None:
-    """`lengths` of a compiled call as a tensor [b] on the device."""
-    if lengths is None:
-        return None
-    counts: Tensor = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths)
-    if counts.shape != (batch,) or counts.is_floating_point() or counts.dtype == torch.bool:
-        raise ValueError(
-            f"lengths must be {batch} integers, got {counts.dtype} of shape {list(counts.shape)}"
-        )
-    return counts.to(device)
 
 
 # checks
@@ -412,7 +404,7 @@ class KVCache:
             ValueError: another batch size, lengths that are not integers [b], or a full cache (in a
                 compiled graph on a GPU a device-side assertion instead).
         """
-        (b, n), device = inp.shape[:2], inp.device
+        (b, n), device, real = inp.shape[:2], inp.device, None
         if not torch.compiler.is_compiling():
             counts = self.check(b, n, lengths)
             # queries are the last tokens, so that one sequence must take all
@@ -422,12 +414,14 @@ class KVCache:
             if not is_even:
                 held = self._known.get("lengths")  # a CUDA graph copies nothing from the host
                 start = torch.tensor(starts, device=device) if held is None else held.long()
-            real = None
             if any(count != n for count in counts):
                 real = torch.tensor(counts, dtype=torch.int32).to(device, non_blocking=True)
             return NewTokens(start, real, n, (starts, counts))
         self._check_batch(b)
-        real = device_counts(lengths, b, device)
+        if lengths is not None:
+            real = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths)
+            check_tensor("lengths", real, INTEGER_DTYPES, real.device, (b,))
+            real = real.to(device)
         if "lengths" not in self._known:
             self._known["lengths"] = allocate_zeros(inp, b, dtype=torch.int32)
         # the first tokens of all sequences have a graph of their own, if they are many: at
@@ -594,9 +588,7 @@ class KVCache:
         if width == 0:
             return {name: t.new_empty(*t.shape[:2], 0, l, t.shape[3]) for name, t in new.items()}
         if tokens.decoded and tokens.host is not None:
-            (names,) = pairs(new)
-            windows = kernels().windows(pick(new, names), pick(tails, names), tokens.start, l, d)
-            return dict(zip(names, windows, strict=True))
+            return kernels().windows(new, tails, tokens.start, l, d)
         streams = {
             name: torch.cat((self.recent(name, tokens, l - 1), t), dim=2) for name, t in new.items()
         }
@@ -634,12 +626,10 @@ class KVCache:
         the lengths on the device."""
         page_table = None if is_ring else self.page_table
         if tokens.decoded and tokens.host is not None:
-            for names in pairs(new):
-                kernels().append(
-                    pick(new, names), pick(stores, names), tokens.start, tokens.new,
-                    counts=tokens.counts, page_table=page_table, page_size=self.page_size,
-                    every=every, tail=is_ring,
-                )  # fmt: skip
+            kernels().append(
+                new, stores, tokens.start, tokens.new, counts=tokens.counts, page_table=page_table,
+                page_size=self.page_size, every=every, tail=is_ring,
+            )  # fmt: skip
             return
         for name, entries in new.items():
             tokens.write(stores[name], entries.detach(), every, page_table, is_ring)
@@ -763,10 +753,7 @@ class KVCache:
         store = self._streams.get(name)
         if store is not None and end <= store.shape[2]:
             return store
-        if self.max_length is not None:
-            size = self.max_length // every
-        else:  # few copies, and little memory that nothing uses
-            size = capacity_of(end)
+        size = capacity_of(end) if self.max_length is None else self.max_length // every
         grown = allocate_zeros(like, *like.shape[:2], size, like.shape[3])
         if store is not None:
             grown[:, :, : store.shape[2]] = store

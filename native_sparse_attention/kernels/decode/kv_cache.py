@@ -128,8 +128,8 @@ def starts(lengths: Tensor, counts: Tensor | None, tokens: int, max_length: int)
 
 
 def append(
-    new: tuple[Tensor, Tensor],
-    stores: tuple[Tensor, Tensor],
+    new: dict[str, Tensor],
+    stores: dict[str, Tensor],
     lengths: Tensor,
     tokens: int,
     *,
@@ -139,39 +139,42 @@ def append(
     every: int = 1,
     tail: bool = False,
 ) -> None:
-    """Write the entries `new` [b h n d] that `tokens` new tokens may complete to two streams.
+    """Write the entries `new` [b h n d] that `tokens` new tokens may complete to their streams.
 
     `lengths` [b] tokens precede the new ones, of which the first `counts` [b] are real (None: all).
     The streams' storage is [b h n d], or [pages h n d] with a page table [b pages] of pages of
     `page_size` tokens; with `tail` it is a ring buffer [b h size d], in which an entry's slot is
     its position modulo `size`. An entry covers `every` tokens.
     """
-    (k, v), (k_cache, v_cache) = new, stores
-    if k.numel() + v.numel() == 0:
-        return
-    (B, K, n, D), E = k.shape, v.shape[-1]
-    page_table = None if tail else page_table
-    grid, flipped = launch.grid(n, B * K)
-    with torch.cuda.device_of(lengths):
-        launcher(nsa_kv_cache_append, grid)(
-            k=head_strided(k), v=head_strided(v), k_cache=head_strided(k_cache),
-            v_cache=head_strided(v_cache), cache=cache_arguments(lengths, counts, page_table),
-            T=tokens, K=K, D=D, BLOCK_D=padded(D), E=E, BLOCK_E=padded(E), EVERY=every,
-            TAIL_SIZE=k_cache.shape[2] if tail else 0,
-            PAGE_SIZE=0 if page_table is None or page_size is None else page_size // every,
-            HAS_COUNTS=counts is not None, FLIPPED=flipped, num_warps=1,
-        )  # fmt: skip
+    names = list(new)
+    # two streams a launch, or the last one twice
+    for key, value in zip(names[::2], names[1::2] + names[-1:], strict=False):
+        k, v, k_cache, v_cache = new[key], new[value], stores[key], stores[value]
+        if k.numel() + v.numel() == 0:
+            continue
+        (B, K, n, D), E = k.shape, v.shape[-1]
+        grid, flipped = launch.grid(n, B * K)
+        with torch.cuda.device_of(lengths):
+            launcher(nsa_kv_cache_append, grid)(
+                k=head_strided(k), v=head_strided(v), k_cache=head_strided(k_cache),
+                v_cache=head_strided(v_cache), cache=cache_arguments(lengths, counts, page_table),
+                T=tokens, K=K, D=D, BLOCK_D=padded(D), E=E, BLOCK_E=padded(E), EVERY=every,
+                TAIL_SIZE=k_cache.shape[2] if tail else 0,
+                PAGE_SIZE=0 if page_table is None or page_size is None else page_size // every,
+                HAS_COUNTS=counts is not None, FLIPPED=flipped, num_warps=1,
+            )  # fmt: skip
 
 
 def windows(
-    new: tuple[Tensor, Tensor], tails: tuple[Tensor, Tensor], lengths: Tensor, l: int, d: int
-) -> tuple[Tensor, Tensor]:
-    """The windows [b h w l d] that new raw keys and values [b h n d] may complete, with those of
+    new: dict[str, Tensor], tails: dict[str, Tensor], lengths: Tensor, l: int, d: int
+) -> dict[str, Tensor]:
+    """The windows [b h w l d] that new raw keys, and values, [b h n d] may complete, with those of
     the tails [b h size d]. Tokens before the first are zeros."""
-    (k, v), (k_tail, v_tail) = new, tails
+    names = list(new)
+    k, v, k_tail, v_tail = (t[names[n]] for t in (new, tails) for n in (0, -1))
     (B, K, T, D), E = k.shape, v.shape[-1]
     max_windows = cdiv(T, d)
-    k_out, v_out = (t.new_empty(B, K, max_windows, l, t.shape[-1]) for t in tails)
+    k_out, v_out = (t.new_empty(B, K, max_windows, l, t.shape[-1]) for t in (k_tail, v_tail))
     grid, flipped = launch.grid(max_windows, B * K)
     with torch.cuda.device_of(lengths):
         launcher(nsa_kv_cache_windows, grid)(
@@ -180,4 +183,4 @@ def windows(
             BLOCK_D=padded(D), E=E, BLOCK_E=padded(E), l=l, BLOCK_L=next_power_of_2(l), d=d,
             TAIL_SIZE=k_tail.shape[2], FLIPPED=flipped, num_warps=4,
         )  # fmt: skip
-    return k_out, v_out
+    return dict(zip(new, (k_out, v_out), strict=False))

@@ -108,12 +108,12 @@ def layer(B, T, H, K, **settings):
 def written(B, K):
     """New entries in their places, windows that they may complete, and heads that are turned."""
     draw = functools.partial(torch.randn, device=DEVICE)
-    new, store, rings = ([draw(B, K, n, 16) for _ in range(2)] for n in (3, 9, 12))
+    new, store, rings = ({name: draw(B, K, n, 16) for name in "kv"} for n in (3, 9, 12))
     lengths = torch.arange(B, device=DEVICE, dtype=torch.int32) % 5
-    kv_cache.append(tuple(new), tuple(store), lengths, 3)
-    rotated = rotary.rotate(new, torch.ones(8, device=DEVICE), lengths, None, 0, 1.0)
-    windows = kv_cache.windows(tuple(new), tuple(rings), lengths, 8, 4)
-    return [*store, *rotated, *windows]
+    kv_cache.append(new, store, lengths, 3)
+    rotated = rotary.rotate([*new.values()], torch.ones(8, device=DEVICE), lengths, None, 0, 1.0)
+    windows = kv_cache.windows(new, rings, lengths, 8, 4)
+    return [*store.values(), *rotated, *windows.values()]
 
 
 def forget_plans():
