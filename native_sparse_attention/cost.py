@@ -127,12 +127,11 @@ def nsa_cost(
     attention = 4 * D * H * batch * int(keys_read(i, T, config).sum())
     # width of the queries and keys that rank, and bytes of a cached key
     width, ranking_entry = D, K * D * size
-    weights = config.dim * (2 * H + 2 * K * num_kv) * D
-    if len(config.branches) > 1:
-        weights += config.dim * len(config.branches) * H
+    linears = layer.to_qkv, layer.to_strategy_combine, layer.to_index, layer.combine_heads
+    matrices = [p for m in linears if m is not None for p in m.parameters() if p.ndim == 2]
+    weights = sum(p.numel() for p in matrices)
     if layer.to_index is not None:
         width, ranking_entry = layer.index_dim, layer.index_heads * layer.index_dim * size
-        weights += layer.to_index.weight.numel()
     if config.ranks:
         per_head = config.importance == "probs" or not config.query_heads_share_selected_kv
         scored = int(visible_windows(i[:: config.selection_stride], T, config).sum())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,23 +14,6 @@ from torch.func import functional_call
 
 from .cache.kv_cache import integers
 from .checks import LEAST_NORMAL, check_generator, check_int, check_number
-
-
-def check_sampling(
-    temperature: Any, filter_thres: Any, top_p: Any, generator: Any, top_k: Any
-) -> Callable[[Tensor], Tensor]:
-    """`sample_token` of logits with these arguments."""
-    check_generator(generator)
-    return partial(
-        sample_token,
-        temperature=check_number("temperature", temperature),
-        filter_thres=check_number(
-            "filter_thres", filter_thres, "in [0, 1)", 0.0, math.nextafter(1.0, 0.0)
-        ),
-        top_p=None if top_p is None else check_number("top_p", top_p, "in (0, 1]", LEAST_NORMAL, 1),
-        generator=generator,
-        top_k=None if top_k is None else check_int("top_k", top_k, 1),
-    )
 
 
 def check_prompt(prompt: Tensor, lengths: Sequence[int] | Tensor | None) -> list[int]:
@@ -55,28 +37,40 @@ def check_stop(tokens: Any, num_tokens: int) -> list[int]:
     return [check_int("stop_tokens", token, 0, num_tokens) for token in tokens]
 
 
-def sample_token(
-    logits: Tensor,
+def token_sampler(
     temperature: float,
     filter_thres: float,
     top_p: float | None,
     generator: torch.Generator | None,
     top_k: int | None = None,
-) -> Tensor:
-    """Sample one token per sequence, [b], from logits [b vocabulary]."""
-    if temperature < LEAST_NORMAL:
-        return logits.argmax(dim=-1)
-    # rounded before: (1 - 0.7) * 10 is a little more than 3
-    count = max(1, math.ceil(round((1.0 - filter_thres) * logits.shape[-1], 6)))
-    count = count if top_k is None else min(count, top_k)
-    values, tokens = logits.float().topk(count, dim=-1)
-    # subtract the maximum before the division: the result is finite at any temperature
-    probs = ((values - values[:, :1]) / temperature).softmax(dim=-1)
+) -> Callable[[Tensor], Tensor]:
+    """Check the arguments of `Transformer.stream`, and return a function that samples one token per
+    sequence, [b], from logits [b vocabulary]."""
+    check_generator(generator)
+    temperature = check_number("temperature", temperature)
+    below_one = math.nextafter(1.0, 0.0)
+    filter_thres = check_number("filter_thres", filter_thres, "in [0, 1)", 0.0, below_one)
     if top_p is not None:
-        # drop a token if the more probable ones already have a total of top_p
-        probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
-    choice = probs.multinomial(1, generator=generator)
-    return tokens.gather(-1, choice)[:, 0]
+        top_p = check_number("top_p", top_p, "in (0, 1]", LEAST_NORMAL, 1)
+    if top_k is not None:
+        top_k = check_int("top_k", top_k, 1)
+
+    def sample(logits: Tensor) -> Tensor:
+        if temperature < LEAST_NORMAL:
+            return logits.argmax(dim=-1)
+        # rounded before: (1 - 0.7) * 10 is a little more than 3
+        count = max(1, math.ceil(round((1.0 - filter_thres) * logits.shape[-1], 6)))
+        count = count if top_k is None else min(count, top_k)
+        values, tokens = logits.float().topk(count, dim=-1)
+        # subtract the maximum before the division: the result is finite at any temperature
+        probs = ((values - values[:, :1]) / temperature).softmax(dim=-1)
+        if top_p is not None:
+            # drop a token if the more probable ones already have a total of top_p
+            probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, 0.0)
+        choice = probs.multinomial(1, generator=generator)
+        return tokens.gather(-1, choice)[:, 0]
+
+    return sample
 
 
 @contextmanager

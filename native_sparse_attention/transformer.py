@@ -35,7 +35,7 @@ from .checks import (
     check_type,
     copied,
 )
-from .generate import check_prompt, check_sampling, check_stop, generate
+from .generate import check_prompt, check_stop, generate, token_sampler
 from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
 from .ranking import WEIGHTS, sampled
@@ -220,10 +220,10 @@ class Transformer(Started):
         shape |= {name: value for name, value in rotary.items() if value is not None}
         user_settings = {} if sparse_attn_kwargs is None else sparse_attn_kwargs
         check_type("sparse_attn_kwargs", user_settings, Mapping, "a dict or None")
-        sparse: dict[str, Any] = DEFAULT_SPARSE_ATTN | dict(user_settings)
+        sparse: dict[str, Any] = dict(DEFAULT_SPARSE_ATTN)
         if "compress_block_size" in user_settings:
-            stride = user_settings.get("compress_block_sliding_stride")
-            sparse["compress_block_sliding_stride"] = stride
+            del sparse["compress_block_sliding_stride"]
+        sparse |= user_settings
         if sparse_attn_kwargs is not None and not use_sparse_attn:
             warnings.warn(
                 "sparse_attn_kwargs are not used by a Transformer with use_sparse_attn=False",
@@ -328,7 +328,13 @@ class Transformer(Started):
         if layout is not None and cache is None:
             kwargs["documents"] = layout.documents
         elif cache is None and not disable_flex:
-            kwargs |= self.flex_masks(ids.shape[1], ids.device)
+            attn, n = blocks[0][0], ids.shape[1]
+            if self.use_flex_sliding_window:
+                sizes = n, attn.sliding_window_size, self.causal
+                kwargs["sliding_window_flex_mask"] = create_sliding_mask(*sizes, ids.device)
+            if self.use_flex_fine_selection:
+                sizes = n, attn.selection_block_size, self.causal
+                kwargs["fine_selection_flex_mask"] = create_fine_mask(*sizes)
         queries: dict[int, Tensor] = {}
         if ranking_queries is not None:
             if cache is not None:
@@ -367,18 +373,6 @@ class Transformer(Started):
         if losses:
             return out, torch.stack(losses).mean()
         return (out, cache) if return_cache else out
-
-    def flex_masks(self, n: int, device: torch.device) -> dict[str, Any]:
-        blocks: Any = self.layers
-        attn: Any = blocks[0][0]
-        masks: dict[str, Any] = {}
-        if self.use_flex_sliding_window:
-            window = create_sliding_mask(n, attn.sliding_window_size, self.causal, device)
-            masks["sliding_window_flex_mask"] = window
-        if self.use_flex_fine_selection:
-            fine = create_fine_mask(n, attn.selection_block_size, self.causal)
-            masks["fine_selection_flex_mask"] = fine
-        return masks
 
     # sampling
 
@@ -420,7 +414,7 @@ class Transformer(Started):
         if not self.causal:
             raise ValueError("sampling needs causal=True, this model has causal=False")
         check_bools(use_cache_kv=use_cache_kv)
-        choose = check_sampling(temperature, filter_thres, top_p, generator, top_k)
+        choose = token_sampler(temperature, filter_thres, top_p, generator, top_k)
         steps = check_int("seq_len", seq_len, prompt.shape[1]) - prompt.shape[1]
         stop = check_stop(stop_tokens, getattr(self.token_emb, "num_embeddings", self.num_tokens))
         return generate(self, prompt, lengths, steps, choose, use_cache_kv, stop)

@@ -6,7 +6,7 @@ import torch
 
 from native_sparse_attention import Transformer
 from native_sparse_attention.compress import CompressTransformer
-from native_sparse_attention.generate import sample_token
+from native_sparse_attention.generate import token_sampler
 from tests.helpers.budget import DEVICE
 from tests.helpers.layers import TOKENS
 
@@ -86,13 +86,13 @@ def test_draws_repeat_with_their_generator(use_sparse_attn):
     assert (drawn(**every, top_k=3)[:, :1] == likely).any(-1).all()
 
 
-def test_sample_token():
+def test_token_sampler():
     """What each threshold leaves to choose from."""
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(4000, -1)
 
     def draw(temperature=1.0, filter_thres=0.0, top_p=None, logits=logits):
         generator = torch.Generator().manual_seed(0)
-        drawn = sample_token(logits, temperature, filter_thres, top_p, generator)
+        drawn = token_sampler(temperature, filter_thres, top_p, generator)(logits)
         return drawn.bincount(minlength=4) / len(logits)
 
     torch.testing.assert_close(draw(), torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=0.03, rtol=0)
@@ -129,12 +129,6 @@ def test_ids_of_any_integral_dtype(use_sparse_attn, dtype):
         ]
 
     torch.testing.assert_close(call(ids.to(dtype)), call(ids), atol=0.0, rtol=0.0)
-    with torch.enable_grad():
-        grads = [
-            torch.autograd.grad(net(t, return_loss=True), net.token_emb.weight)
-            for t in (ids, ids.to(dtype))
-        ]
-    torch.testing.assert_close(*grads, atol=0.0, rtol=0.0)
 
 
 @with_cache

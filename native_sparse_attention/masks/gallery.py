@@ -94,7 +94,7 @@ def sasa(
     Stand-alone self-attention, arXiv 1906.05909. The kernel has odd sides, `kernel_width` is
     `kernel_height` by default, and may be larger than the canvas.
     """
-    return pixel_window(canvas_height, canvas_width, kernel_height, kernel_width, is_moved=False)
+    return pixel_window((canvas_height, canvas_width), (kernel_height, kernel_width), False)
 
 
 def natten(
@@ -107,29 +107,22 @@ def natten(
     from top and bottom; columns likewise. Neighborhood attention, arXiv 2204.07143. The kernel has
     odd sides, `kernel_width` is `kernel_height` by default, and is at most as large as the canvas.
     """
-    return pixel_window(canvas_height, canvas_width, kernel_height, kernel_width, is_moved=True)
+    return pixel_window((canvas_height, canvas_width), (kernel_height, kernel_width), True)
 
 
 def pixel_window(
-    canvas_height: int,
-    canvas_width: int,
-    kernel_height: int,
-    kernel_width: int | None,
-    is_moved: bool,
+    canvas: tuple[int, int], kernel: tuple[int, int | None], is_moved: bool
 ) -> MaskMod:
     """A window around each pixel, moved inside the canvas at the border or not."""
-    kernel_width = kernel_height if kernel_width is None else kernel_width
-    windows, width = [], constant("canvas_width", canvas_width, 1)
-    for axis, canvas, kernel in (
-        ("height", canvas_height, kernel_height),
-        ("width", canvas_width, kernel_width),
-    ):
-        size = int(constant(f"canvas_{axis}", canvas, 1))
-        reach, extra = divmod(int(constant(f"kernel_{axis}", kernel, 1)), 2)
+    windows, width = [], constant("canvas_width", canvas[1], 1)
+    sides = kernel[0], kernel[0] if kernel[1] is None else kernel[1]
+    for axis, canvas_side, side in zip(("height", "width"), canvas, sides, strict=True):
+        size = int(constant(f"canvas_{axis}", canvas_side, 1))
+        reach, extra = divmod(int(constant(f"kernel_{axis}", side, 1)), 2)
         if not extra:
-            raise ValueError(f"kernel_{axis} must be odd, so that it has a centre, got {kernel}")
-        if is_moved and kernel > size:
-            raise ValueError(f"kernel_{axis} must be at most canvas_{axis}={size}, got {kernel}")
+            raise ValueError(f"kernel_{axis} must be odd, so that it has a centre, got {side}")
+        if is_moved and side > size:
+            raise ValueError(f"kernel_{axis} must be at most canvas_{axis}={size}, got {side}")
         margin = reach if is_moved else 0
         windows.append((str(reach), str(margin), str(size - 1 - margin)))
     (reach_y, top, bottom), (reach_x, left, right) = windows

@@ -1,8 +1,6 @@
 """Attention under mask and score mods: torch's graphs of flex_attention and `dense_attention`
 against the formula, forward and backward."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,11 +49,6 @@ def score_mods(dtype=torch.float64, device="cpu"):
     return {
         "alibi": (masks.alibi(2, device=device), lambda s: alibi(s, default), []),
         "alibi, learned": (masks.alibi(2, slopes), alibi, [slopes]),
-        "alibi, functional": (
-            partial(masks.alibi_bias, slopes=default),
-            lambda s: alibi(s, default),
-            [],
-        ),
         "relative_position": (masks.relative_position, lambda s: s + distance(s), []),
         "relative_bias": (masks.relative_bias(table), bias, [table]),
         "relative_bias, shared": (masks.relative_bias(shared), bias, [shared]),

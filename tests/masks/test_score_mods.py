@@ -74,19 +74,6 @@ def test_tanh_approx_in_a_mod_of_ones_own():
     torch.testing.assert_close(out, expected, atol=2e-3 if CUDA else 1e-5, rtol=1e-3)
 
 
-def test_capped_attention_made_and_compiled_in_one_graph():
-    """The factory is traced too: nothing of the registration stops it."""
-
-    def capped(q, k, v):
-        return flex.flex_attention(q, k, v, score_mod=masks.soft_cap(2.0, approximate=True))
-
-    torch._dynamo.reset()
-    q, k, v = (t.detach().float() for t in draw())
-    out = torch.compile(capped, backend="aot_eager", fullgraph=True)(q, k, v)
-    expected = masks.dense_attention(q, k, v, score_mod=masks.soft_cap(2.0))
-    torch.testing.assert_close(out, expected)
-
-
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
