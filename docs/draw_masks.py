@@ -165,7 +165,7 @@ def draw_windows(ax: Axes) -> None:
     """Each window as a bar, its stride segment in full colour; staggered, as they overlap."""
     rows = -(-l // d)
     for j in range(blocks.num_windows(T, d)):
-        start, end, y = blocks.window_start(j, l, d), blocks.window_end(j, d), j % rows + 0.1
+        start, end, y = (j + 1) * d - l, (j + 1) * d, j % rows + 0.1
         box = {"height": 0.8, "linewidth": 0.8, "edgecolor": INK}
         for x, width, style in (
             (start, end - start, {"facecolor": CMP_LIGHT}),

@@ -32,32 +32,16 @@ def minimum(a, b):
     return (a + b - abs(a - b)) // 2
 
 
-# compression windows
-
-
 def num_windows(length: Int, d: int, *, causal: bool = True) -> Int:
     """Windows of a sequence. Causal: the complete ones. Otherwise the last one may hang over the
     end (over zeros), so that no token is out of reach."""
     return length // d if causal else ceil_div(length, d)
 
 
-def window_start(w: Int, l: int, d: int) -> Int:
-    """First token of window w; negative where the window reaches before the sequence."""
-    return (w + 1) * d - l
-
-
-def window_end(w: Int, d: int) -> Int:
-    """One past the last token of window w."""
-    return (w + 1) * d
-
-
 def num_visible_windows(i: Int, d: int) -> Int:
     """Windows that query i sees, causally: those whose last token lies strictly before it,
     `(w + 1) d - 1 < i`. They are windows 0 .. i // d - 1."""
     return i // d
-
-
-# selection blocks
 
 
 def num_blocks(length: Int, s: int) -> Int:
@@ -83,13 +67,10 @@ def num_complete_blocks(i: Int, d: int, s: int) -> Int:
 
 
 def overlap(w: Int, c: Int, l: int, d: int, s: int) -> Int:
-    """Tokens that window w and selection block c share."""
-    first = -minimum(-window_start(w, l, d), -c * s)
-    shared = minimum(window_end(w, d), (c + 1) * s) - first
+    """Tokens that window w and selection block c share: the first end less the last start."""
+    end = (w + 1) * d
+    shared = minimum(end, (c + 1) * s) + minimum(l - end, -c * s)
     return shared - minimum(shared, 0)
-
-
-# shared rankings
 
 
 def leader(i: Int, stride: int) -> Int:

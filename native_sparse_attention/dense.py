@@ -95,9 +95,6 @@ def check_qkv(
     return dims, q, k, v
 
 
-# in chunks
-
-
 def chunked_attention(
     q: Tensor, k: Tensor, v: Tensor, *, q_chunk_size: int = 1024, k_chunk_size: int = 4096,
     causal: bool = False, sliding_window_size: int | None = None,
@@ -196,9 +193,6 @@ def chunked_attention(
             return_lse=True, chunk_sizes=(q_chunk_size, k_chunk_size),
         )  # fmt: skip
     return (out.to(dtype), lse) if return_lse else out.to(dtype)
-
-
-# under a mask of blocks
 
 
 def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:

@@ -42,8 +42,6 @@ from .ranking import WEIGHTS, sampled
 from .rotary import Rotary, make_rotary, rotate
 from .varlen import Documents, Layout, layer_layout
 
-__all__ = ["DEFAULT_SPARSE_ATTN", "Attention", "Transformer"]
-
 DEFAULT_SPARSE_ATTN = dict(
     sliding_window_size=32,
     compress_block_size=8,
@@ -373,8 +371,6 @@ class Transformer(Started):
         if losses:
             return out, torch.stack(losses).mean()
         return (out, cache) if return_cache else out
-
-    # sampling
 
     def stream(
         self,

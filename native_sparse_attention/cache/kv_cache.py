@@ -166,8 +166,6 @@ def kernels() -> Any:
     return kv_cache
 
 
-# positions in compiled graphs
-
 # fewest tokens of a first call that has a graph of its own
 FIRST_GRAPH = 1024
 
@@ -187,9 +185,6 @@ def checked_starts(lengths: Tensor, counts: Tensor | None, new: int, max_length:
 @checked_starts.register_fake
 def _(lengths, counts, new, max_length):
     return lengths.new_empty(lengths.shape, dtype=torch.int64)
-
-
-# checks
 
 
 def new_token_counts(
@@ -250,9 +245,6 @@ def integers(name: str, values: Sequence[int] | Tensor) -> list[int]:
 
 def sequence_indices(rows: Sequence[int] | Tensor, batch: int) -> list[int]:
     return [check_int("rows", row, 0, batch) for row in integers("rows", rows)]
-
-
-# storage
 
 
 def allocate_zeros(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -387,8 +379,6 @@ class KVCache:
         """Page indices of each sequence, int32 [b, pages]; None for a cache without pages."""
         return self._known.get("page_table")
 
-    # counting
-
     def check(self, batch: int, new: int, lengths: Sequence[int] | Tensor | None) -> list[int]:
         """How many of `new` tokens each sequence takes; raises before anything is written."""
         if not self.lengths:
@@ -448,8 +438,7 @@ class KVCache:
             self.batch, self._is_behind, self.counts_itself = len(held), True, False
             self.is_new = False
             return
-        counts = tokens.host[1]
-        self.count(counts)
+        self.count(tokens.host[1])
         if tokens.decoded and isinstance(tokens.start, Tensor):  # the lengths, in a CUDA graph
             tokens.start.add_(added)
         else:
@@ -500,22 +489,16 @@ class KVCache:
 
     def _update_device_lengths(self) -> None:
         """Copy `lengths` to the device's tensor, if there is one or a compiled step may need it."""
-        held = self._known.get("lengths")
-        if held is None and self.is_fixed and self.device is not None:
-            held = self.lengths_on(self.device)
-        if held is None:
-            return
-        lengths = torch.tensor(self.lengths, dtype=torch.int32)
-        if len(held) == len(lengths):
-            held.copy_(lengths, non_blocking=True)
-        else:
-            self._known["lengths"] = lengths.to(held.device)
+        held, device = self._known.get("lengths"), self.device
+        if held is not None and len(held) == len(self.lengths):
+            held.copy_(torch.tensor(self.lengths, dtype=torch.int32), non_blocking=True)
+        elif device is not None and (held is not None or self.is_fixed):
+            self._known.pop("lengths", None)
+            self.lengths_on(device)
 
     def _check_batch(self, batch: int) -> None:
         if self.batch is not None and self.batch != batch:
             raise ValueError(f"cache holds {self.batch} rows but the input has {batch}")
-
-    # the layer
 
     def bind(self, layer: Identity, geometry: dict[str, Any], new: dict[str, Tensor]) -> None:
         """Bind the cache to the layer that is about to append entries like `new`. Raises a
@@ -551,8 +534,6 @@ class KVCache:
                 "cache holds tokens of another layer (which a deepcopy of a layer is too): each "
                 "layer needs a cache of its own, or one that was reset"
             )
-
-    # entries
 
     def append(
         self, new: dict[str, Tensor], tokens: NewTokens, every: int = 1, saved: bool = False
@@ -654,8 +635,6 @@ class KVCache:
                 )
         return {name: self._tail[name] for name in new}
 
-    # managing sequences
-
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
         """Keep only the first `lengths` tokens of each sequence (an int, or one per sequence).
 
@@ -725,8 +704,6 @@ class KVCache:
     def __getstate__(self) -> dict[str, Any]:
         # the property reads lengths that only the device has counted
         return vars(self) | {"_layer": None, "_lengths": self.lengths, "_is_behind": False}
-
-    # storage
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by the names of `memory`."""

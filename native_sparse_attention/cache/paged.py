@@ -75,8 +75,6 @@ class PagedKVCache(KVCache):
         clone._pages, clone._free = [list(pages) for pages in self._pages], list(self._free)
         return clone
 
-    # pages
-
     def _used_pages(self) -> list[list[int]]:
         """The pages of each sequence that hold tokens."""
         held_tokens = zip(self._pages, self.lengths, strict=True)
@@ -114,8 +112,6 @@ class PagedKVCache(KVCache):
             rows, columns, numbers = torch.tensor(changes).T.to(table.device, non_blocking=True)
             table[rows, columns] = numbers.to(table.dtype)
 
-    # storage
-
     def _allocate(self, new: dict[str, Tensor], ends: list[int], every: int) -> dict[str, Tensor]:
         needed = self._pages_needed([end * every for end in ends])
         stores = super()._allocate(new, ends, every)
@@ -123,12 +119,8 @@ class PagedKVCache(KVCache):
             like, shape = next(iter(new.values())), (len(ends), self._width)
             self._known["page_table"] = allocate_zeros(like, *shape, dtype=torch.int32)
         if any(needed):
-            self._assign(
-                [
-                    pages + [self._free.pop() for _ in range(n)] if n else pages
-                    for pages, n in zip(self._pages, needed, strict=True)
-                ]
-            )
+            grown = zip(self._pages, needed, strict=True)
+            self._assign([held + [self._free.pop() for _ in range(n)] for held, n in grown])
         return stores
 
     def _allocate_stream(self, name: str, like: Tensor, end: int, every: int) -> Tensor:
