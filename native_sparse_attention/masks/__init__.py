@@ -1,7 +1,7 @@
 """Masks and score modifications for torch's flex_attention.
 
 `nsa` has the masks of native sparse attention's branches, and makes block masks of mask mods;
-`gallery` and `scores` have mods of other papers. `attention` runs them, also over packed sequences.
+`gallery` has mask and score mods of other papers. `attention` runs mods, also over packed rows.
 `python -m native_sparse_attention.masks NAME` draws a mask. A setting out of range, or a tensor of
 another dtype or shape, is a ValueError that names it.
 """
@@ -14,14 +14,22 @@ from .attention import (
     jagged_score_mod,
 )
 from .gallery import (
+    ScoreMod,
+    alibi,
+    alibi_bias,
+    alibi_slopes,
     causal,
     dilated_window,
     document,
     flamingo,
     natten,
     prefix_lm,
+    relative_bias,
+    relative_position,
     sasa,
     sliding_window,
+    soft_cap,
+    tanh_approx,
 )
 from .nsa import (
     MaskMod,
@@ -34,16 +42,6 @@ from .nsa import (
     or_masks,
     selected_mask_mod,
     sliding_mask_mod,
-)
-from .scores import (
-    ScoreMod,
-    alibi,
-    alibi_bias,
-    alibi_slopes,
-    relative_bias,
-    relative_position,
-    soft_cap,
-    tanh_approx,
 )
 
 __all__ = [

@@ -22,15 +22,11 @@ from ..checks import (
     describe,
 )
 from ..ops.reference import masked_softmax, times, upcast
-from .gallery import sequence_ids
+from .gallery import ScoreMod, sequence_ids
 from .nsa import MaskMod, block_mask_of
-from .scores import ScoreMod
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-# as in ops/flex.py
-RECOMPILE_LIMIT = 64
 
 
 def dense_attention(
@@ -197,7 +193,7 @@ def jagged_attention(
     rows = [t.transpose(0, 1)[None] for t in (q_values, k_values, v_values)]
     if q_values.is_cuda:
         options |= {"block_mask": block_mask, "enable_gqa": groups > 1}
-        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+        with torch._dynamo.config.patch(recompile_limit=64):  # shapes of a compiled function
             out = compiled_attention()(*rows, **options)
     else:
         out = dense_attention(*rows, mask_mod=block_mask.mask_mod, **options)

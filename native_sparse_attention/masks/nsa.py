@@ -149,9 +149,6 @@ def block_membership(
     return membership & (c >= first) & (c < end)
 
 
-# tiles
-
-
 def default_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

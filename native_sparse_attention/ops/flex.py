@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import blocks
 from ..config import AttentionConfig
+from ..masks.gallery import soft_cap as soft_cap_mod
 from ..masks.nsa import (
     block_membership,
     compress_block_mask,
@@ -25,7 +26,6 @@ from ..masks.nsa import (
     selected_block_mask,
     sliding_block_mask,
 )
-from ..masks.scores import soft_cap as soft_cap_mod
 from .call import Call
 from .chunked import select_blocks as select_blocks
 from .reference import prepend_memory, upcast

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from native_sparse_attention import masks
-from native_sparse_attention.masks import scores
+from native_sparse_attention.masks import gallery
 from tests.helpers.budget import CUDA
 from tests.masks.test_mask_attention import draw
 
@@ -81,7 +81,7 @@ def test_gpu_compiles_tanh_to_its_instruction(dtype):
     """In the code of flex_attention, forward and backward."""
     from torch._inductor.utils import run_and_get_code
 
-    instruction = scores.ASM.split()[0]
+    instruction = gallery.ASM.split()[0]
     q, k, v = draw(128, 128, 64, dtype=dtype, device="cuda")
 
     def run(approximate):
