@@ -72,10 +72,6 @@ DRAWN = {
         masks.flamingo(TWO_IMAGES, torch.tensor([-1, 0, 7])),
         ".x. .x. .x. ... ... ...",
     ),
-    "no key beyond the last image": (
-        masks.flamingo(TWO_IMAGES[:1], image_token_length=2),
-        "xx.. xx.. xx.. ....",
-    ),
     "jagged window": (
         masks.jagged_mask_mod(masks.sliding_window(1), torch.tensor([0, 2, 3, 3, 6])),
         "x..... xx.... ..x... ...x.. ...xx. ....xx",
