@@ -492,7 +492,7 @@ class KVCache:
         held, device = self._known.get("lengths"), self.device
         if held is not None and len(held) == len(self.lengths):
             held.copy_(torch.tensor(self.lengths, dtype=torch.int32), non_blocking=True)
-        elif device is not None and (held is not None or self.is_fixed):
+        elif self.batch is not None and device is not None and (held is not None or self.is_fixed):
             self._known.pop("lengths", None)
             self.lengths_on(device)
 
