@@ -269,12 +269,10 @@ def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
             continue
         check_type(name, tensor, Tensor, f"a tensor of shape [{spec}]")
         axes, shape = spec.split(), list(tensor.shape)
-        fixed = zip(axes, shape, strict=False)
-        if len(shape) != len(axes) or any(a.isdigit() and size != int(a) for a, size in fixed):
+        pairs = list(zip(axes, shape, strict=False))
+        if len(shape) != len(axes) or [n for axis, n in pairs if axis.isdigit() and n != int(axis)]:
             raise ValueError(f"{name} must have shape [{spec}], got {shape}")
-        for index, (axis, size) in enumerate(zip(axes, shape, strict=True)):
-            if axis.isdigit():
-                continue
+        for index, (axis, size) in enumerate(pairs):
             expected, owner = sizes.setdefault(axis, (size, name))
             if size != expected:
                 first: Any = tensors[owner][0]
@@ -308,10 +306,7 @@ def check_same(**tensors: Tensor | None) -> None:
     """Check that tensors share a device and a floating dtype."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     first_name, first = next(iter(present.items()))
-    if first.dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"{first_name} must be float16, bfloat16, float32 or float64, got {first.dtype}"
-        )
+    check_tensor(first_name, first, FLOAT_DTYPES, first.device)
     check_devices(**present)
     for name, tensor in present.items():
         if tensor.dtype != first.dtype:
@@ -331,7 +326,7 @@ def check_tensor(
     fits = isinstance(tensor, Tensor) and tensor.dtype in dtypes and tensor.device == device
     if not fits or (shape is not None and tensor.shape != shape):
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        kind = {FLOAT_DTYPES: "floating", INTEGER_DTYPES: "integers"}.get(dtypes, kinds)
+        kind = "integers" if dtypes == INTEGER_DTYPES else kinds
         shaped = "" if shape is None else f" of shape {list(shape)}"
         raise ValueError(f"{name} must be {kind}{shaped} on {device}, got {describe(tensor)}")
 

@@ -76,7 +76,7 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         self.check()
-        self.keep(_key=key_of(self))
+        self.keep(_key=self.but().key)
 
     @property
     def key(self) -> str:
@@ -150,13 +150,24 @@ class AttentionConfig:
     @classmethod
     def unchecked(cls, **values: Any) -> AttentionConfig:
         """Settings from checked values, and defaults for the others."""
+        values = DEFAULTS | values
+        if not torch.compiler.is_compiling():
+            return config_of_values(*values.values())
         config = object.__new__(AttentionConfig)
-        config.keep(**DEFAULTS | values)
-        config.keep(_key=None if torch.compiler.is_compiling() else key_of(config))
+        config.keep(**values, _key=None)
         return config
 
 
 DEFAULTS = {field.name: field.default for field in fields(AttentionConfig)}
+
+
+@functools.lru_cache(maxsize=4096)
+def config_of_values(*values: Any) -> AttentionConfig:
+    """The settings of the values of `DEFAULTS`, with their key: to form one takes 15 us or more."""
+    config = object.__new__(AttentionConfig)
+    config.keep(**dict(zip(DEFAULTS, values, strict=True)))
+    config.keep(_key=key_of(config))
+    return config
 
 
 def key_of(config: AttentionConfig) -> str:

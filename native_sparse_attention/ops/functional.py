@@ -73,8 +73,8 @@ AXES = dict(
 )  # fmt: skip
 # tensors of a dtype of their own
 DTYPES = dict(
-    block_indices=INDEX_DTYPES, gates=FLOAT_DTYPES, branch_gates=FLOAT_DTYPES, lengths=INDEX_DTYPES,
-    counts=INDEX_DTYPES, page_table=INDEX_DTYPES,
+    block_indices=INDEX_DTYPES, gates=FLOAT_DTYPES, lengths=INDEX_DTYPES, counts=INDEX_DTYPES,
+    page_table=INDEX_DTYPES,
 )  # fmt: skip
 # what only one branch of a layer reads
 READ_BY = dict(
@@ -113,7 +113,6 @@ def check_tensors(
     """Check that the tensors of a `Call` or `DecodeInputs` have these axes, and match one another.
     Sinks are [branches, H] in a layer, else [H]. Returns the sizes of the axes."""
     number, device = len(config.branches), call.q.device
-    axes = axes | dict(branch_gates=f"B T H {number}")
     tensors = {name: t for name in axes if (t := getattr(call, name, None)) is not None}
     dims = check_shapes(**{name: (t, axes[name]) for name, t in tensors.items()})
     H, K, R = dims["H"], dims["K"], dims.get("R")
@@ -124,6 +123,8 @@ def check_tensors(
     for name in tensors:
         if name in DTYPES:
             check_tensor(name, tensors[name], DTYPES[name], device)
+    shape = dims["B"], dims["T"], H, number
+    check_tensor("branch_gates", call.branch_gates, FLOAT_DTYPES, device, shape)
     check_tensor("sinks", call.sinks, FLOAT_DTYPES, device, (number, H) if is_layer else (H,))
     check_groups(H, K, (dims["T"], dims.get("S", dims.get("W", 0))))
     if call.cv is not None:
@@ -186,7 +187,9 @@ def branch_config(
 def attend(op: str, call: Call, config: AttentionConfig, backend: Any, return_lse: Any) -> Any:
     """Check the call of an operation of one branch, choose a backend and run it."""
     return_lse = check_bool("return_lse", return_lse)
-    call = checked(call, config, is_layer=False).branch(config.branches[0], config.branches)
+    call = checked(call, config, is_layer=False)
+    if op == "compressed_attention":
+        call = call.branch("compressed", config.branches)
     name = dispatch.choose(backend, op, call, config)
     return dispatch.MODULES[name].attend_branch(call, config, return_lse)
 

@@ -378,7 +378,7 @@ REFUSED = {
         "segment_ids must be int32 or int64": dict(segment_ids=torch.ones(1, 7).long()),
         "q_offset must be None": dict(cu_seqlens=PACKED, q_offset=3),
         "soft_cap must be": dict(soft_cap=0.0),
-        "sinks must be floating of shape [2]": dict(sinks=torch.zeros(3)),
+        "sinks must be float16 or bfloat16 or float32 or float64 of shape [2]": dict(sinks=torch.zeros(3)),
         "backend must be a name or a tuple of names, got None": dict(backend=None),
         "backend must be a name or a tuple of at least one": dict(backend=()),
     },
@@ -432,7 +432,7 @@ REFUSED = {
     "mask_blocker": {"shape [3]": dict(mask=torch.ones(3)), "got [1]": dict(mask=[1])},
     "mha": {
         "ab must broadcast to [B H T S] = [2, 4, 16, 16]": dict(ab=torch.zeros(3, T, T)),
-        "ab must be floating on cpu, got a torch.int64": dict(ab=torch.zeros(T, T).long()),
+        "float32 or float64 on cpu, got a torch.int64": dict(ab=torch.zeros(T, T).long()),
         "k has H=2 but q has H=4": dict(k=torch.zeros(B, K, T, D)),
     },
     "MLP": {"leaves at least one hidden unit of 4": {}, "start must be one of": dict(start="mean")},
