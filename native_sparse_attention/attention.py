@@ -32,7 +32,7 @@ from .compress import (
 from .config import SETTINGS, AttentionConfig, NSAConfig, changed
 from .initialization import Started, gate_linear, reset
 from .ops import branches, decode, dispatch, functional
-from .ops.call import Call, DecodeInputs
+from .ops.call import Call
 from .ops.triton import backend as triton_backend
 from .rotary import Rotary, make_rotary, rotate, rotated_heads
 from .varlen import Documents, layer_layout
@@ -460,7 +460,7 @@ class SparseAttention(Started):
             if is_indexed and ranks:  # the kernels have a query for each head
                 inputs["cq"] = inputs["cq"].repeat_interleave(config.heads // config.kv_heads, 2)
             # the kernels read lengths on the device: a CUDA graph can replay at any of them
-            step = DecodeInputs(
+            step = Call(
                 **inputs, lengths=start, counts=tokens.counts, page_table=cache.page_table,
                 counters=cache.workspace(q.device, config.kv_heads, decode.COUNTERS), ranking=ring,
             )  # fmt: skip

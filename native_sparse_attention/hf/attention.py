@@ -21,7 +21,7 @@ from ..compat import sdpa
 from ..compress import windows_of
 from ..config import AttentionConfig, NSAConfig
 from ..ops import branches, decode, dispatch, reference
-from ..ops.call import Call, DecodeInputs
+from ..ops.call import Call
 from ..ops.reference import Visibility
 from ..ops.triton.backend import why_not
 from ..varlen import Move
@@ -129,8 +129,8 @@ def attention(
         if isinstance(starts, int):
             starts = torch.full((B,), starts, device=q.device, dtype=torch.int32)
         counters = decode.workspace(B, k.shape[2], q.device)
-        step = DecodeInputs(q, k, v, starts, ck, counts=counts, sinks=sinks, counters=counters)
-        out = decode.run_decode_kernels(config, step)
+        call = call.but(lengths=starts, counts=counts, counters=counters)
+        out = decode.run_decode_kernels(config, call)
     elif is_dense:
         out = branches.attend_densely(call, config, dispatch.choose(backend, op, call, config))
     else:

@@ -64,7 +64,7 @@ def rank(call: Call, config: AttentionConfig, backend: str) -> tuple[Tensor, Ten
     if not config.ranks:
         heads = (call.k if config.query_heads_share_selected_kv else call.q).shape[2]
         return call.q.new_empty(*call.q.shape[:2], heads, 0, dtype=torch.int32), None
-    ranking = call.ranking(config.branches)
+    ranking = call.ranking_call(config.branches)
     if config.use_diff_topk:
         block_indices = dispatch.MODULES[backend].select_blocks(ranking, config)
         return block_indices, chunked.selection_gates(ranking, config, block_indices)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..varlen import Documents
@@ -31,6 +30,12 @@ class Call(NamedTuple):
     # without gradients
     block_indices: Any = None
     leader_indices: Any = None
+    # of a decode step, as `decode_attention` has them
+    lengths: Any = None
+    counts: Any = None
+    page_table: Any = None
+    counters: Any = None
+    ranking: Any = None
     documents: Documents | None = None
     q_offset: Any = 0  # int or Tensor [B]; before the checks None for the last T tokens
     seq_len: Any = None  # S, where the call has windows alone
@@ -64,7 +69,7 @@ class Call(NamedTuple):
             common |= dict(block_indices=self.block_indices, gates=self.gates)
         return Call(self.q, k, v, **common)
 
-    def ranking(self, branches: tuple[str, ...]) -> Call:
+    def ranking_call(self, branches: tuple[str, ...]) -> Call:
         """What the ranking of blocks reads: queries q, ck and the softmax of the compressed branch,
         in a sequence of `seq_len` tokens."""
         part = self.branch("compressed", branches)
@@ -78,46 +83,19 @@ class Call(NamedTuple):
         offset = self.q_offset
         starts, start = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
         first, last = (None, None) if self.documents is None else self.documents
-        return [*(getattr(self, name) for name in TENSORS), starts, first, last], start
+        return [*self[:NUM_TENSORS], starts, first, last], start
 
 
 FIELDS = Call._fields  # dynamo of torch 2.8 traces neither `self._fields` nor `_replace`
-TENSORS = FIELDS[: FIELDS.index("documents")]
 DIFFERENTIABLE = FIELDS[: FIELDS.index("block_indices")]
+NUM_TENSORS = FIELDS.index("lengths")  # of a call that is no decode step
 
 
 def unflatten(inputs: Sequence[Any], start: int, seq_len: int | None = None) -> Call:
     """The call of the values of `Call.flat`."""
-    tensors = dict(zip(TENSORS, inputs, strict=False))
-    starts, first, last = inputs[len(TENSORS) :]
+    starts, first, last = inputs[NUM_TENSORS:]
     documents = None if first is None else Documents(first.contiguous(), last.contiguous())
     offset = start if starts is None else starts
-    return Call(**tensors, documents=documents, q_offset=offset, seq_len=seq_len)
-
-
-class DecodeInputs(NamedTuple):
-    """The tensors of a decode step, with the names of `decode_attention`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lengths: Tensor
-    ck: Tensor | None = None
-    cv: Tensor | None = None
-    branch_gates: Tensor | None = None
-    counts: Tensor | None = None
-    page_table: Tensor | None = None
-    sinks: Tensor | None = None
-    cq: Tensor | None = None
-    mem_k: Tensor | None = None
-    mem_v: Tensor | None = None
-    window_k: Tensor | None = None
-    window_v: Tensor | None = None
-    counters: Any = None
-    ranking: Tensor | None = None
-
-
-def requires_grad(call: Call | DecodeInputs) -> bool:
-    """Whether autograd records a call."""
-    tensors = (t for t in call if isinstance(t, Tensor))
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return Call(  # type: ignore[misc]
+        *inputs[:NUM_TENSORS], documents=documents, q_offset=offset, seq_len=seq_len
+    )

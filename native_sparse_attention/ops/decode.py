@@ -16,12 +16,14 @@ from ..checks import BRANCHES, check_given, check_tensor
 from ..compat import refuse_transforms
 from ..config import AttentionConfig, config_of_key
 from . import branches, dispatch
-from .call import Call, DecodeInputs
+from .call import FIELDS, Call
 from .functional import AXES, check_read, check_tensors
 from .triton.operator import operator
 
 # counters per sequence and KV head
 COUNTERS = 8
+# tensors that a step reads come before those that it writes
+NUM_READ = FIELDS.index("counters")
 
 
 def workspace(batch: int, kv_heads: int, device: torch.device) -> Tensor:
@@ -113,9 +115,9 @@ def decode_attention(
         query_heads_share_selected_kv=query_heads_share_selected_kv, branches=branches,
         dense_length=dense_length, scale=scale, soft_cap=soft_cap, causal=True,
     )  # fmt: skip
-    call = DecodeInputs(
-        q, k, v, lengths, ck, cv, branch_gates, counts, page_table, sinks, cq, mem_k, mem_v,
-        window_k, window_v, counters, ranking,
+    call = Call(
+        q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, sinks,
+        lengths=lengths, counts=counts, page_table=page_table, counters=counters, ranking=ranking,
     )  # fmt: skip
     check_step(call, config)
     if backend == "auto" and q.is_cuda:
@@ -123,11 +125,11 @@ def decode_attention(
     if dispatch.choose(backend, "decode_attention", call, config) == "eager":
         return decode_eagerly(config, call)
     if counters is None:
-        call = call._replace(counters=workspace(q.shape[0], k.shape[2], q.device))
+        call = call.but(counters=workspace(q.shape[0], k.shape[2], q.device))
     return run_decode_kernels(config, call)
 
 
-def check_step(call: DecodeInputs, config: AttentionConfig) -> None:
+def check_step(call: Call, config: AttentionConfig) -> None:
     axes = {name: spec.replace("S", "N") for name, spec in AXES.items()}
     if call.page_table is not None:
         stored = ("k", "v", "window_k", "window_v", "ck", "cv")
@@ -172,17 +174,17 @@ def decode(inputs, counters, ranking, key):
     """A step [B T H E] by the kernels."""
     from ..kernels.decode import persistent
 
-    call = DecodeInputs(*inputs, counters=counters, ranking=ranking)
+    call = Call(*inputs, counters=counters, ranking=ranking)
     return persistent.decode(call, config_of_key(key))
 
 
-def run_decode_kernels(config: AttentionConfig, call: DecodeInputs) -> Tensor:
+def run_decode_kernels(config: AttentionConfig, call: Call) -> Tensor:
     """`decode` of tensors by their names."""
-    out: Tensor = decode(list(call[:-2]), call.counters, call.ranking, config.key)
+    out: Tensor = decode(list(call[:NUM_READ]), call.counters, call.ranking, config.key)
     return out
 
 
-def decode_eagerly(config: AttentionConfig, call: DecodeInputs) -> Tensor:
+def decode_eagerly(config: AttentionConfig, call: Call) -> Tensor:
     """Decode in eager PyTorch, over the whole storage of each sequence."""
     names = ("k", "v", "ck", "cv", "window_k", "window_v")
     streams = {name: t for name in names if (t := getattr(call, name)) is not None}

@@ -16,6 +16,7 @@ from typing import Any
 from ..checks import BACKENDS, check_choice, describe
 from ..config import AttentionConfig
 from . import chunked, flex
+from .call import Call
 from .triton import backend as triton_backend
 
 # Each has `attend_branch`, the attention [B T H E] of one branch of a checked call, and on request
@@ -23,9 +24,9 @@ from .triton import backend as triton_backend
 MODULES: dict[str, Any] = dict(triton=triton_backend, flex=flex, eager=chunked)
 
 
-def choose(backend: Any, op: str, call: Any, config: AttentionConfig) -> str:
-    """The first of the given backends that supports this call, a `Call` or `DecodeInputs`. Without
-    one, a NotImplementedError lists the reasons of each."""
+def choose(backend: Any, op: str, call: Call, config: AttentionConfig) -> str:
+    """The first of the given backends that supports this call. Without one, a
+    NotImplementedError lists the reasons of each."""
     if not isinstance(backend, (str, tuple)):
         raise ValueError(f"backend must be a name or a tuple of names, got {describe(backend)}")
     if backend == "auto":

@@ -83,13 +83,13 @@ READ_BY = dict(
 )  # fmt: skip
 
 
-def check_read(call: Any, config: AttentionConfig) -> None:
+def check_read(call: Call, config: AttentionConfig) -> None:
     """Check that the branches of a layer have what they read, and that nothing else is given."""
     branches = config.branches
     is_read = {name: branch in branches for name, branch in READ_BY.items()}
     is_read |= dict(ck=config.compresses, cq=config.compresses, branch_gates=len(branches) > 1)
     for name in is_read:
-        value = getattr(call, name, None)
+        value = getattr(call, name)
         if value is not None and not is_read[name]:
             raise ValueError(f"{name} must be None with branches={branches}, which do not read it")
         if is_read[name] and name in ("ck", "cv", "branch_gates"):
@@ -108,12 +108,12 @@ def check_masks(window: Any, fine: Any) -> None:
 
 
 def check_tensors(
-    call: Any, config: AttentionConfig, axes: dict[str, str], is_layer: bool = True
+    call: Call, config: AttentionConfig, axes: dict[str, str], is_layer: bool = True
 ) -> dict[str, int]:
-    """Check that the tensors of a `Call` or `DecodeInputs` have these axes, and match one another.
+    """Check that the tensors of a call have these axes, and match one another.
     Sinks are [branches, H] in a layer, else [H]. Returns the sizes of the axes."""
     number, device = len(config.branches), call.q.device
-    tensors = {name: t for name in axes if (t := getattr(call, name, None)) is not None}
+    tensors = {name: t for name in axes if (t := getattr(call, name)) is not None}
     dims = check_shapes(**{name: (t, axes[name]) for name, t in tensors.items()})
     H, K, R = dims["H"], dims["K"], dims.get("R")
     if R not in (None, K, H):

@@ -181,7 +181,7 @@ def ranking_scores(call: Call, config: AttentionConfig, i: Tensor, ranked: Tenso
     i, documents = blocks.leader(i, config.selection_stride), None
     if call.documents is not None:
         documents = Documents(*(bound[:, i] for bound in call.documents))
-    part = call.ranking(config.branches)
+    part = call.ranking_call(config.branches)
     queries = part.but(q=part.q[:, i], documents=documents)
     values = rearrange(block_scores(queries, i[None], config)[0], "b r m c -> b m r c")
     return values.gather(-1, ranked.clamp(min=0).long()).masked_fill(ranked < 0, NAN)

@@ -378,7 +378,7 @@ REFUSED = {
         "segment_ids must be int32 or int64": dict(segment_ids=torch.ones(1, 7).long()),
         "q_offset must be None": dict(cu_seqlens=PACKED, q_offset=3),
         "soft_cap must be": dict(soft_cap=0.0),
-        "sinks must be float16 or bfloat16 or float32 or float64 of shape [2]": dict(sinks=torch.zeros(3)),
+        "float32 or float64 of shape [2] on cpu, got": dict(sinks=torch.zeros(3)),
         "backend must be a name or a tuple of names, got None": dict(backend=None),
         "backend must be a name or a tuple of at least one": dict(backend=()),
     },

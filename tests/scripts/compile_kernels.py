@@ -29,7 +29,7 @@ from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.kernels import compress_mean, rotary
 from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.decode import persistent, read_all
-from native_sparse_attention.ops.call import DecodeInputs
+from native_sparse_attention.ops.call import Call
 from native_sparse_attention.ops.triton import backend as triton_backend
 from tests.helpers.calls import draw
 
@@ -134,9 +134,9 @@ def step(dtype, heads, T=1, page=0, B=16, counted=False, one_softmax=False, **se
     lengths = torch.zeros(B, dtype=torch.int64 if counted else torch.int32)
     table = torch.zeros(B, N // page, dtype=torch.int32) if page else None
     q, k, v, ck, cv = tensors
-    call = DecodeInputs(
-        q, k, v, lengths, ck, cv, gates, lengths if counted else None, table, counters=counters,
-        ranking=ring,
+    call = Call(
+        q, k, v, ck, cv, gates, lengths=lengths, counts=lengths if counted else None,
+        page_table=table, counters=counters, ranking=ring,
     )  # fmt: skip
     blocks = read_all.MAX_BLOCKS
     for read_all.MAX_BLOCKS in (0, blocks):

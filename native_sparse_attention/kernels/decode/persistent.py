@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...config import AttentionConfig
-from ...ops.call import DecodeInputs
+from ...ops import call as calls
 from ..common import launch
 from ..common.launch import cdiv, next_power_of_2
 from ..common.precompile import launcher
@@ -639,11 +639,13 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
     )  # fmt: skip
 
 
-def decode(call: DecodeInputs, config: AttentionConfig) -> Tensor:
+def decode(call: calls.Call, config: AttentionConfig) -> Tensor:
     """Run a decode step: `read_all` for a short cache, else the persistent kernel. [B T H E]."""
     # kernels read rows at consecutive addresses, and integers contiguous
-    readable: Any = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in call)
-    call = DecodeInputs(*readable)
+    readable: Any = (
+        t.contiguous() if isinstance(t, Tensor) and t.stride(-1) != 1 else t for t in call
+    )
+    call = calls.Call(*readable)
     shape = step.shape_of(call)
     out = call.q.new_empty(shape.B, shape.T, shape.H, shape.E)
     if out.numel() == 0:

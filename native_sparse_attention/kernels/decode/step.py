@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...config import AttentionConfig
-from ...ops.call import DecodeInputs
+from ...ops.call import Call
 from ..common import launch
 from ..common.primitives import Gates, Strided, load_sinks, store_rows
 from ..topk.selection import window_weight
@@ -240,7 +240,7 @@ class Plan(NamedTuple):
     args: dict[str, Any]
 
 
-def shape_of(call: DecodeInputs) -> Shape:
+def shape_of(call: Call) -> Shape:
     B, T, H, D = call.q.shape
     pages = 1 if call.page_table is None else call.page_table.shape[1]
     streams = [t for t in (call.k, call.v, call.ck, call.cv) if t is not None]
@@ -290,7 +290,7 @@ def cache_arguments(lengths: Tensor, counts: Tensor | None, page_table: Tensor |
 
 
 def tensor_arguments(
-    call: DecodeInputs, plan: Plan, config: AttentionConfig, out: Tensor
+    call: Call, plan: Plan, config: AttentionConfig, out: Tensor
 ) -> dict[str, Any]:
     """The TENSORS of a step, with what its programs exchange."""
     (B, T, H, D), (K, E) = call.q.shape, call.v.shape[2:]

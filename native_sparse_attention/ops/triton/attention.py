@@ -20,8 +20,8 @@ from torch import Tensor
 from ... import blocks
 from ...checks import BRANCHES
 from ...config import AttentionConfig, config_of_key
-from ..call import DIFFERENTIABLE, Call, requires_grad, unflatten
-from .operator import aligned, operator, refuse_higher_derivatives, unit_stride
+from ..call import DIFFERENTIABLE, Call, unflatten
+from .operator import aligned, needs_gradient, operator, refuse_higher_derivatives, unit_stride
 
 BRANCH_GATES = DIFFERENTIABLE.index("branch_gates")
 
@@ -30,7 +30,7 @@ def attention(call: Call, config: AttentionConfig) -> tuple[Tensor, Tensor, Tens
     """The output [B T H E] of a checked call; the log-sum-exp [B T H] of a single branch; and the
     block indices [B T R n] of the selected branch. What there is none of is empty."""
     inputs, start = call.flat()
-    if not requires_grad(call):
+    if not needs_gradient(call):
         out, lse, block_indices, *_ = attend(inputs, start, config.key, False)
         return out, lse, block_indices
     if torch.compiler.is_compiling():

@@ -15,9 +15,10 @@ from torch import Tensor
 from ... import blocks
 from ...checks import BRANCHES
 from ...config import AttentionConfig
-from ..call import Call, requires_grad
+from ..call import Call
 from ..chunked import selection_gates
 from .attention import attention, select_blocks
+from .operator import needs_gradient
 
 # looked up at import, since a compiled graph cannot look it up
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -64,8 +65,8 @@ def why_no_step(config: AttentionConfig) -> list[str]:
     return reasons
 
 
-def why_not(op: str, call: Any, config: AttentionConfig) -> list[str]:
-    """Reasons why the kernels cannot run this call, `Call` or `DecodeInputs`; empty if they can."""
+def why_not(op: str, call: Call, config: AttentionConfig) -> list[str]:
+    """Reasons why the kernels cannot run this call; empty if they can."""
     q, k, v = call.q, call.k, call.v
     if k is None:  # a ranking
         k = call.ck
@@ -99,7 +100,7 @@ def why_not(op: str, call: Any, config: AttentionConfig) -> list[str]:
             )
         if q.shape[1] > MAX_NEW:
             reasons.append(f"{q.shape[1]} new tokens in each row, at most {MAX_NEW}")
-        if requires_grad(call):
+        if needs_gradient(call):
             reasons.append("its kernels have no gradients")
     return reasons
 
@@ -110,7 +111,7 @@ def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor
         window = call.branch("window", config.branches)
         call = call.but(window_k=window.k, window_v=window.v)
     if config.ranks and config.use_diff_topk:
-        ranking = call.ranking(config.branches)
+        ranking = call.ranking_call(config.branches)
         indices = select_blocks(ranking, config)
         gates = selection_gates(ranking, config, indices)
         call = call.but(block_indices=indices, gates=gates, leader_indices=None)

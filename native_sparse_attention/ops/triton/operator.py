@@ -33,9 +33,10 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     return register
 
 
-def needs_gradient(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether autograd records a call with these tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def needs_gradient(values: Sequence[Any]) -> bool:
+    """Whether autograd records a call with these values."""
+    tensors = (t for t in values if isinstance(t, Tensor))
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def first_tensor(values: Sequence[Any]) -> Tensor:

@@ -202,7 +202,7 @@ def test_operator(monkeypatch):
         patch.setattr(
             decode, "run_decode_kernels",
             lambda config, call: calls.append(
-                (list(call[:-2]), call.counters, call.ranking, config.key)
+                (list(call[: decode.NUM_READ]), call.counters, call.ranking, config.key)
             ),
         )  # fmt: skip
         decode_attention(
