@@ -130,9 +130,10 @@ def as_int(value: Any) -> Any:
 def check_int(name: str, value: Any, minimum: int, limit: int = TOO_LARGE) -> int:
     """Check an integer of any integral type, bools excluded: `minimum <= value < limit`. A symbolic
     integer is not compared, since that would add a guard to the graph."""
-    number = as_int(value)
-    if isinstance(value, torch.SymInt):
+    number: Any = value
+    if isinstance(value, torch.SymInt) or (type(value) is int and minimum <= value < limit):
         return number
+    number = as_int(value)
     if number is None or not minimum <= number < limit:
         end = f" and below {limit}" if number is not None and number >= limit else ""
         raise ValueError(
@@ -363,52 +364,6 @@ def check_groups(heads: int, kv_heads: int, tokens: tuple[int, int] | None = Non
             f"heads must be a multiple of kv_heads, got heads={heads} and kv_heads={kv_heads}{hint}"
         )
     return heads // kv_heads
-
-
-def check_forced_blocks(s: int, num_initial_blocks: Any, num_local_blocks: Any) -> tuple[int, int]:
-    """Check numbers of forced blocks of s tokens; token positions must fit into 32 bits."""
-    limit = TOO_LARGE // s + 1
-    initial = check_int("num_initial_blocks", num_initial_blocks, 0, limit)
-    return initial, check_int("num_local_blocks", num_local_blocks, 0, limit)
-
-
-def check_selection(**settings: Any) -> dict[str, Any]:
-    """Check the settings of the selection, alone and together. Returns plain values by name."""
-    sizes = (
-        "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
-        "selection_stride",
-    )  # fmt: skip
-    flags = ("interpolated_importance_score", "query_heads_share_selected_kv")
-    settings |= {name: check_int(name, settings[name], 1) for name in sizes}
-    settings |= {name: check_bool(name, settings[name]) for name in flags}
-    l, d, s, stride = (settings[name] for name in sizes)
-    if l < d:
-        raise ValueError(
-            "compress_block_size must be at least compress_block_sliding_stride, so that every "
-            f"token lies in a window, got {l} and {d}"
-        )
-    if s % d and d % s:
-        raise ValueError(
-            "selection_block_size and compress_block_sliding_stride must divide one another, "
-            f"got {s} and {d}"
-        )
-    if s % stride:
-        raise ValueError(
-            f"selection_stride must divide selection_block_size={s}, so that the tokens that share "
-            f"a ranking share their own block, got {stride}"
-        )
-    n = check_int("num_selected_blocks", settings["num_selected_blocks"], 0, TOO_MANY_BLOCKS)
-    forced = settings["num_initial_blocks"], settings["num_local_blocks"]
-    initial, local = check_forced_blocks(s, *forced)
-    importance = settings["importance"]
-    check_choice("importance", importance, IMPORTANCE_RULES)
-    if settings["interpolated_importance_score"] and importance != "logits":
-        raise ValueError(
-            "interpolated_importance_score=True goes with importance='logits' only, "
-            f"got importance={importance!r}"
-        )
-    forced_blocks = dict(num_initial_blocks=initial, num_local_blocks=local)
-    return settings | forced_blocks | dict(num_selected_blocks=n)
 
 
 def check_branches(branches: Any) -> tuple[str, ...]:

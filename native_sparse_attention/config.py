@@ -17,6 +17,8 @@ from .checks import (
     BRANCH_KV,
     BRANCHES,
     IMPORTANCE_RULES,
+    TOO_LARGE,
+    TOO_MANY_BLOCKS,
     check_bool,
     check_branches,
     check_choice,
@@ -25,15 +27,8 @@ from .checks import (
     check_int,
     check_positive,
     check_scale,
-    check_selection,
 )
 from .presets import preset
-
-SELECTION = (
-    "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
-    "num_selected_blocks", "importance", "interpolated_importance_score", "num_initial_blocks",
-    "num_local_blocks", "selection_stride", "query_heads_share_selected_kv",
-)  # fmt: skip
 
 # settings that the contents of a cache depend on; RANKED_GEOMETRY if it holds shared rankings
 GEOMETRY = (
@@ -76,14 +71,15 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         self.check()
-        self.keep(_key=self.but().key)
 
     @property
     def key(self) -> str:
         """These settings as a string, by which torch operators take them. In a graph only an
         operator forms it, since it fixes symbolic sizes."""
         key: str | None = self.__dict__.get("_key")
-        return key_of(self) if key is None else key
+        if key is None:
+            key = key_of(self) if torch.compiler.is_compiling() else self.but().key
+        return key
 
     def keep(self, **values: Any) -> None:
         """Replace the given values by checked values."""
@@ -91,27 +87,64 @@ class AttentionConfig:
             object.__setattr__(self, name, value)
 
     def keep_checked(self, check: Callable[..., Any], *names: str, **limits: int) -> None:
-        self.keep(**{name: check(name, getattr(self, name), **limits) for name in names})
+        for name in names:
+            object.__setattr__(self, name, check(name, getattr(self, name), **limits))
 
     def values_of(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
 
     def check(self) -> None:
         """Check the settings, and keep plain values: any integral type becomes `int`."""
-        self.keep(**check_selection(**self.values_of(*SELECTION)))
+        sizes = (
+            "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
+            "selection_stride",
+        )  # fmt: skip
+        flags = (
+            "interpolated_importance_score", "query_heads_share_selected_kv", "causal",
+            "use_diff_topk", "recompute",
+        )  # fmt: skip
+        self.keep_checked(check_int, *sizes, minimum=1)
         self.keep_checked(check_int, "sliding_window_size", "dense_length", minimum=0)
-        self.keep_checked(check_bool, "causal", "use_diff_topk", "recompute")
+        self.keep_checked(check_int, "num_selected_blocks", minimum=0, limit=TOO_MANY_BLOCKS)
+        self.keep_checked(check_bool, *flags)
         self.keep_checked(check_positive, "soft_cap")
         self.keep(branches=check_branches(self.branches), scale=check_scale(self.scale))
         check_block_sizes(self.block_sizes)
+        check_choice("importance", self.importance, IMPORTANCE_RULES)
+        l, d, s, stride = (getattr(self, name) for name in sizes)
+        # token positions must fit into 32 bits
+        limit = TOO_LARGE // s + 1
+        self.keep_checked(
+            check_int, "num_initial_blocks", "num_local_blocks", minimum=0, limit=limit
+        )
+        if l < d:
+            raise ValueError(
+                "compress_block_size must be at least compress_block_sliding_stride, so that every "
+                f"token lies in a window, got {l} and {d}"
+            )
+        if s % d and d % s:
+            raise ValueError(
+                "selection_block_size and compress_block_sliding_stride must divide one another, "
+                f"got {s} and {d}"
+            )
+        if s % stride:
+            raise ValueError(
+                f"selection_stride must divide selection_block_size={s}, so that the tokens that "
+                f"share a ranking share their own block, got {stride}"
+            )
+        if self.interpolated_importance_score and self.importance != "logits":
+            raise ValueError(
+                "interpolated_importance_score=True goes with importance='logits' only, "
+                f"got importance={self.importance!r}"
+            )
         if self.dense_length and self.branches != ("selected",):
             raise ValueError(
                 "dense_length goes with branches=('selected',) only: with others no length makes "
                 f"the layer dense attention, got branches={self.branches}"
             )
-        if self.dense_length % self.selection_stride:
+        if self.dense_length % stride:
             raise ValueError(
-                f"dense_length must be a multiple of selection_stride={self.selection_stride}, "
+                f"dense_length must be a multiple of selection_stride={stride}, "
                 f"got {self.dense_length}"
             )
 

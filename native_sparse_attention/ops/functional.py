@@ -38,10 +38,10 @@ from ..checks import (
     BRANCHES,
     FLOAT_DTYPES,
     INDEX_DTYPES,
+    TOO_LARGE,
     check_bool,
     check_callable,
     check_documents,
-    check_forced_blocks,
     check_given,
     check_groups,
     check_int,
@@ -50,7 +50,6 @@ from ..checks import (
     check_positive,
     check_same,
     check_scale,
-    check_selection,
     check_shapes,
     check_tensor,
     check_type,
@@ -413,16 +412,16 @@ def select_blocks(
         or of the score itself (`"probs"`).
     """
     return_gates = check_bool("return_gates", return_gates)
-    settings = check_selection(
+    config = AttentionConfig(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
         selection_block_size=selection_block_size, num_selected_blocks=num_selected_blocks,
         importance=importance, interpolated_importance_score=interpolated_importance_score,
         num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks,
         selection_stride=selection_stride,
-        query_heads_share_selected_kv=query_heads_share_selected_kv,
+        query_heads_share_selected_kv=query_heads_share_selected_kv, causal=causal, scale=scale,
+        soft_cap=soft_cap,
     )  # fmt: skip
-    config = branch_config(causal, scale, soft_cap, **settings)
     call = Call(
         q, ck=ck, mem_k=mem_k, sinks=sinks, leader_indices=leader_indices, documents=documents,
         q_offset=q_offset, seq_len=seq_len,
@@ -473,7 +472,9 @@ def selected_attention(
         [B, T, H, E], and with `return_lse` also [B, T, H].
     """
     s = check_int("selection_block_size", selection_block_size, 1)
-    initial, local = check_forced_blocks(s, num_initial_blocks, num_local_blocks)
+    limit = TOO_LARGE // s + 1
+    initial = check_int("num_initial_blocks", num_initial_blocks, 0, limit)
+    local = check_int("num_local_blocks", num_local_blocks, 0, limit)
     config = branch_config(
         causal, scale, soft_cap, block_sizes, branches=("selected",), selection_block_size=s,
         num_selected_blocks=0, num_initial_blocks=initial, num_local_blocks=local,
