@@ -18,10 +18,17 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from . import blocks
-from .checks import check_generator, check_int, describe
+from .checks import check_int, describe
 from .compat import no_autocast
 from .config import NSAConfig
-from .ops.reference import candidates, importance_scores, visible_windows
+from .ops.reference import (
+    append_sinks,
+    candidates,
+    capped,
+    importance_scores,
+    masked_softmax,
+    visible_windows,
+)
 from .varlen import Documents
 
 # what a block is worth: the norm of what it adds to the output, or its attention mass
@@ -36,7 +43,6 @@ def sampled(
     Raises:
         ValueError: neither a number of at least 1 nor a vector of positions.
     """
-    check_generator(generator)
     if isinstance(queries, Tensor):
         if queries.ndim != 1 or queries.is_floating_point() or queries.dtype == torch.bool:
             raise ValueError(f"{name} must be [m] integers, got {describe(queries)}")
@@ -57,14 +63,9 @@ def block_targets(
     they see, [b|1 m t], with sinks [h]: its attention mass, or by "output" the norm of what it
     adds to the output, `|| sum_(j in c) p_j (v_j - out) ||`; summed over the heads of a group."""
     s, scale = config.selection_block_size, config.scale_of(q.shape[-1])
-    logits = einsum(q, k, "b k g m d, b k t d -> b k g m t") * scale
-    if config.soft_cap is not None:
-        logits = config.soft_cap * (logits / config.soft_cap).tanh()
-    logits = logits.masked_fill(~visible[:, None, None], float("-inf"))
-    if sinks is not None:
-        sink = rearrange(sinks.to(logits.dtype), "(k g) -> k g 1 1", k=k.shape[1])
-        logits = torch.cat((logits, sink.expand(*logits.shape[:-1], 1)), dim=-1)
-    p = logits.softmax(dim=-1)[..., : k.shape[2]].masked_fill(~visible[:, None, None], 0.0)
+    logits = capped(einsum(q, k, "b k g m d, b k t d -> b k g m t") * scale, config.soft_cap)
+    p, _ = masked_softmax(*append_sinks(logits, visible[:, None, None], sinks))
+    p = p[..., : k.shape[2]]
     pad = -p.shape[-1] % s
     block_probs = rearrange(F.pad(p, (0, pad)), "b k g m (c s) -> b k g m c s", s=s)
     mass = block_probs.sum(dim=-1)
