@@ -332,17 +332,13 @@ def check_tensor(
         raise ValueError(f"{name} must be {kind}{shaped} on {device}, got {describe(tensor)}")
 
 
-def check_mask(name: str, mask: Any, device: torch.device, **axes: int) -> None:
-    """Check for a bool tensor that broadcasts to the axes, or None."""
-    if mask is None:
+def check_broadcasts(
+    name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], device: torch.device, **axes: int
+) -> None:
+    """Check a tensor that broadcasts to exactly the axes, or None."""
+    check_tensor(name, tensor, dtypes, device)
+    if tensor is None:
         return
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.device != device:
-        raise ValueError(f"{name} must be a bool tensor on {device}, got {describe(mask)}")
-    check_broadcasts(name, mask, **axes)
-
-
-def check_broadcasts(name: str, tensor: Tensor, **axes: int) -> None:
-    """Check that a tensor broadcasts to exactly the axes."""
     sizes = list(axes.values())
     pairs = zip(reversed(tensor.shape), reversed(sizes), strict=False)
     if tensor.ndim > len(sizes) or any(size not in (1, axis) for size, axis in pairs):
@@ -379,21 +375,6 @@ def check_branches(branches: Any) -> tuple[str, ...]:
 
 
 # calls of the attention functions
-
-
-def check_memory(mem_k: Tensor | None, mem_v: Tensor | None) -> None:
-    if (mem_k is None) != (mem_v is None):
-        name, partner = ("mem_k", "mem_v") if mem_v is None else ("mem_v", "mem_k")
-        raise ValueError(f"mem_k and mem_v go together: {name} was given, {partner} was not")
-
-
-def default_seq_len(seq_len: Any, T: int, q_offset: Any) -> int:
-    """S if only the queries are given: they end the sequence."""
-    if seq_len is not None:
-        return check_int("seq_len", seq_len, 0)
-    if q_offset is None or isinstance(q_offset, Tensor):
-        return T
-    return check_int("q_offset", q_offset, 0) + T
 
 
 def check_any_offset(

@@ -30,7 +30,6 @@ from .checks import (
     check_groups,
     check_int,
     check_ints,
-    check_mask,
     check_mask_value,
     check_number,
     check_positive,
@@ -143,7 +142,7 @@ def chunked_attention(
         sliding_window_size = check_int("sliding_window_size", sliding_window_size, 0)
     soft_cap = check_positive("soft_cap", soft_cap)
     scale = check_scale(scale)
-    check_mask("mask", mask, q.device, B=B, H=H, T=T, S=S)
+    check_broadcasts("mask", mask, (torch.bool,), q.device, B=B, H=H, T=T, S=S)
     mask = None if mask is None else mask[(None,) * (4 - mask.ndim)]
     check_callable("mask_mod", mask_mod, "(b, h, i, j)")
     segments = check_segment_ids(segment_ids, dims, q.device)
@@ -174,7 +173,7 @@ def chunked_attention(
         if mask_mod is not None:
             allowed = mask_mod(b, h, i[rows], j[keys])
             axes = dict(b=B, h=H, i=rows.stop - rows.start, j=keys.stop - keys.start)
-            check_mask("what mask_mod returns", allowed, q.device, **axes)
+            check_broadcasts("what mask_mod returns", allowed, (torch.bool,), q.device, **axes)
             masks.append(allowed[(None,) * (4 - allowed.ndim)])
         if not masks:
             return None
@@ -307,9 +306,8 @@ def check_call(
     check_given(q=q, k=k, v=v)
     dims = check_shapes(q=(q, "B H T D"), k=(k, "B H S D"), v=(v, "B H S E"))
     check_same(q=q, k=k, v=v)
-    if ab is not None:
-        check_tensor("ab", ab, FLOAT_DTYPES, q.device)
-        check_broadcasts("ab", ab, **{axis: dims[axis] for axis in "BHTS"})
+    axes = {axis: dims[axis] for axis in "BHTS"}
+    check_broadcasts("ab", ab, FLOAT_DTYPES, q.device, **axes)
     visible = torch.ones(1, 1, dims["T"], dims["S"], dtype=torch.bool, device=q.device)
     if check_bool("causal", causal):
         visible = visible.tril()

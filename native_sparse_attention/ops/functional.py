@@ -45,7 +45,6 @@ from ..checks import (
     check_given,
     check_groups,
     check_int,
-    check_memory,
     check_offset,
     check_positive,
     check_same,
@@ -54,7 +53,6 @@ from ..checks import (
     check_tensor,
     check_type,
     check_windows,
-    default_seq_len,
 )
 from ..config import AttentionConfig
 from ..varlen import Documents
@@ -126,8 +124,8 @@ def check_tensors(
     check_tensor("branch_gates", call.branch_gates, FLOAT_DTYPES, device, shape)
     check_tensor("sinks", call.sinks, FLOAT_DTYPES, device, (number, H) if is_layer else (H,))
     check_groups(H, K, (dims["T"], dims.get("S", dims.get("W", 0))))
-    if call.cv is not None:
-        check_memory(call.mem_k, call.mem_v)
+    if call.cv is not None and (call.mem_k is None) != (call.mem_v is None):
+        raise ValueError("mem_k and mem_v go together: give both or none")
     return dims
 
 
@@ -146,7 +144,11 @@ def checked(call: Call, config: AttentionConfig, is_layer: bool = True) -> Call:
     if S is not None and call.ck is not None:
         check_windows(dims["W"], S, config.d, causal=causal)
     elif S is None:
-        S = default_seq_len(call.seq_len, dims["T"], call.q_offset)
+        S = dims["T"]  # without an offset the queries end the sequence
+        if call.seq_len is not None:
+            S = check_int("seq_len", call.seq_len, 0)
+        elif call.q_offset is not None and not isinstance(call.q_offset, Tensor):
+            S += check_int("q_offset", call.q_offset, 0)
         if causal or config.ranks:
             check_windows(dims["W"], S, config.d, causal=causal, q_offset=call.q_offset)
     offset = check_offset(call.q_offset, dims, S, causal, device)

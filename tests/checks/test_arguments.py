@@ -408,10 +408,10 @@ REFUSED = {
     },
     "chunked": {
         "soft_cap must be a number of at least 1.2e-38 or None, got 0.0": dict(soft_cap=0.0),
-        "mask must be a bool tensor on cpu, got a torch.float32": dict(mask=torch.ones(T, T)),
+        "mask must be bool on cpu, got a torch.float32": dict(mask=torch.ones(T, T)),
         "mask must broadcast to [B H T S] = [2, 4, 16, 16], got [9]": dict(mask=NINE),
         "mask_mod must be a function of (b, h, i, j) or None, got 3": dict(mask_mod=3),
-        "what mask_mod returns must be a bool tensor on cpu, got a torch.int64": dict(
+        "what mask_mod returns must be bool on cpu, got a torch.int64": dict(
             mask_mod=lambda b, h, i, j: i + j
         ),
         "what mask_mod returns must broadcast to [b h i j]": dict(mask_mod=lambda *_: NINE),
