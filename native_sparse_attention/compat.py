@@ -98,10 +98,3 @@ def refuse_transforms(op: str) -> None:
         f"{op} supports neither torch.func (vmap, grad, jvp) nor forward-mode AD: use "
         "torch.autograd, and one call for each sample where gradients of samples are wanted"
     )
-
-
-def is_legacy_batched(tensor: Tensor) -> bool:
-    """Whether torch.autograd, and not torch.func, maps over a gradient (`is_grads_batched`)."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._functorch.is_legacy_batchedtensor(tensor)

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from .checks import check_number, describe
-from .ops.triton.elementwise import Heads, projected_heads
+from .ops.triton.elementwise import Heads, ProjectedHeads
 from .ops.triton.elementwise import rotate as run_kernel
+from .ops.triton.operator import needs_gradient
 
 
 class Rotary(Module):
@@ -203,5 +204,7 @@ def rotated_heads(
     values. None if the caller should use `rotate`."""
     if rotary is None or not supports_kernels(rotary, backend):
         return None
-    factor = float(rotary.interpolate_factor)
-    return projected_heads(qkv, heads, dim_head, exact_frequencies(rotary), positions, factor)
+    if torch.compiler.is_compiling() or not needs_gradient((qkv,)):  # one launch would not help
+        return None
+    shape, factor = (heads, dim_head), float(rotary.interpolate_factor)
+    return Heads(*ProjectedHeads.apply(qkv, *shape, exact_frequencies(rotary), positions, factor))

@@ -135,7 +135,7 @@ def test_projected_heads(rotary, width, sizes, n, has_positions, dtype):
 @pytest.mark.parametrize("b, n", [(0, 3), (2, 0)])
 def test_projected_heads_of_nothing(b, n):
     qkv = torch.randn(b, n, 5 * 16, device=DEVICE, requires_grad=True)
-    outs = operator.projected_heads(qkv, 3, 16, Rotary(16).to(DEVICE).freqs, None, 1.0)
+    outs = operator.ProjectedHeads.apply(qkv, 3, 16, Rotary(16).to(DEVICE).freqs, None, 1.0)
     assert [t.shape for t in outs] == [(b, h, n, 16) for h in (3, 1, 3, 1, 1, 1)]
     (grad,) = torch.autograd.grad([t.sum() for t in outs], qkv)
     assert grad.shape == qkv.shape

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .. import blocks
-from ..compat import cast_to_autocast_dtype, is_legacy_batched, no_autocast, refuse_transforms
+from ..compat import cast_to_autocast_dtype, no_autocast, refuse_transforms
 from ..config import AttentionConfig
 from . import local, reference
 from .call import Call
@@ -57,7 +57,9 @@ def refuse_batched(*grads: Tensor) -> None:
     """Refuse gradients that torch.autograd or `vmap` has batched, in backwards that write in
     place."""
     refuse_transforms("the backward of attention in linear memory")
-    if any(is_legacy_batched(g) for g in grads):
+    if torch.compiler.is_compiling():
+        return
+    if any(torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
         raise NotImplementedError(
             "the backward of attention in linear memory cannot batch gradients (is_grads_batched, "
             "vectorize=True): use torch.autograd.grad, one gradient at a time"

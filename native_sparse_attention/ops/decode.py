@@ -160,15 +160,10 @@ def check_step(call: Call, config: AttentionConfig) -> None:
             raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
 
 
-def decode_fake(inputs, counters, ranking, key):
-    q, _, v = inputs[:3]
-    return q.new_empty(*q.shape[:-1], v.shape[-1])
-
-
 @operator(
     "decode_attention(Tensor?[] inputs, Tensor(a!) counters, Tensor(b!)? ranking, str key) "
     "-> Tensor",
-    fake=decode_fake,
+    fake=lambda inputs, *_: inputs[0].new_empty(*inputs[0].shape[:-1], inputs[2].shape[-1]),
 )
 def decode(inputs, counters, ranking, key):
     """A step [B T H E] by the kernels."""

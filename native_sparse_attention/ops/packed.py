@@ -124,7 +124,15 @@ def run_packed(
         aligned["block_indices"] = torch.where(is_valid, indices + first_block, -1)
     if "ck" in names:
         windows = layout.windows(d, call["ck"].shape[1], causal=causal)
-        check_document_windows(call["ck"].shape[1], windows, d, causal)
+        W, counts = call["ck"].shape[1], (windows.source >= 0).sum(1)
+        is_known = len(counts) > 0 and not docs.is_traced(counts)
+        most = int(counts.max()) if is_known else W
+        if most != W:
+            kind = "complete " if causal else ""
+            raise ValueError(
+                f"ck must hold the {most} {kind}windows, {d} apart, of the documents of a row, "
+                f"got {W}"
+            )
         aligned |= {name: windows.spread(call[name]) for name in names if name in WINDOWS}
     if 0 in layout.source.shape and isinstance(call.get("backend"), str):
         call = call | {"backend": "eager"}  # every document is empty
@@ -145,16 +153,3 @@ def run_packed(
         return t[0] if flat else t
 
     return tuple(map(restore, results)) if isinstance(results, tuple) else restore(results)
-
-
-def check_document_windows(W: int, windows: docs.Layout, d: int, causal: bool) -> None:
-    """Check that W is the number of windows in the row that has most."""
-    if docs.is_traced(windows.source):
-        return
-    counts = (windows.source >= 0).sum(1)
-    most = int(counts.max()) if counts.numel() else 0
-    if most != W:
-        kind = "complete " if causal else ""
-        raise ValueError(
-            f"ck must hold the {most} {kind}windows, {d} apart, of the documents of a row, got {W}"
-        )

@@ -52,19 +52,6 @@ def too_large(op: str, q: Tensor, group: int, width: int, s: int) -> list[str]:
     return [f"a tile of {tile} takes {needed} bytes, this GPU holds {most}"]
 
 
-def why_no_step(config: AttentionConfig) -> list[str]:
-    """Reasons why the decode kernels cannot run a layer with these settings; empty if they can."""
-    reasons, branches = [], config.branches
-    if branches not in (BRANCHES, ("selected",)):
-        reasons.append(f"branches={branches}, its kernels compute all three or the selected one")
-    if branches != BRANCHES and config.importance == "probs":
-        reasons.append("importance='probs' without the compressed branch")
-    windows = blocks.windows_per_block(config.d, config.selection_block_size)
-    if config.importance == "max" and windows & (windows - 1):
-        reasons.append(f"a block has {windows} windows, needs a power of two")
-    return reasons
-
-
 def why_not(op: str, call: Call, config: AttentionConfig) -> list[str]:
     """Reasons why the kernels cannot run this call; empty if they can."""
     q, k, v = call.q, call.k, call.v
@@ -93,7 +80,13 @@ def why_not(op: str, call: Call, config: AttentionConfig) -> list[str]:
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
     if op == "decode_attention":
-        reasons += why_no_step(config)
+        branches, windows = config.branches, blocks.windows_per_block(config.d, s)
+        if branches not in (BRANCHES, ("selected",)):
+            reasons.append(f"branches={branches}, its kernels compute all or the selected one")
+        if branches != BRANCHES and config.importance == "probs":
+            reasons.append("importance='probs' without the compressed branch")
+        if config.importance == "max" and windows & (windows - 1):
+            reasons.append(f"a block has {windows} windows, needs a power of two")
         if config.dense_length:
             reasons.append(
                 f"dense_length={config.dense_length}: some tokens may attend to all keys"

@@ -128,15 +128,6 @@ class ProjectedHeads(torch.autograd.Function):
         return grad, *(None,) * 5
 
 
-def projected_heads(
-    qkv: Tensor, heads: int, dim_head: int, freqs: Tensor, positions: Tensor | None, factor: float
-) -> Heads | None:
-    """The heads of a projection's output; None if one launch would not help."""
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and qkv.requires_grad):
-        return None
-    return Heads(*ProjectedHeads.apply(qkv, heads, dim_head, freqs, positions, factor))
-
-
 # means of windows
 
 

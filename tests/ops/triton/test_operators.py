@@ -79,7 +79,7 @@ def rotated():
 
 
 def projected():
-    heads = elementwise.projected_heads(
+    heads = elementwise.ProjectedHeads.apply(
         leaf(1, 12, 8 * 16), 4, 16, Rotary(16).to(DEVICE).freqs, None, 1.0
     )
     return torch.cat([t.flatten() for t in heads])
