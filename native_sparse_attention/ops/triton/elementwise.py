@@ -9,17 +9,20 @@ from torch import Tensor
 
 from .operator import needs_gradient, operator, refuse_higher_derivatives, unit_stride
 
+
+def empty_heads(like: Tensor, n: int) -> Tensor:
+    """Allocate [b h n d] with memory order [b n h d]."""
+    b, h, _, d = like.shape
+    return like.new_empty(b, n, h, d).transpose(1, 2)
+
+
 # rotary embedding: one launch rotates queries and keys
-
-
-def rotate_fake(tensors, freqs, starts, positions, start, factor):
-    return [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in tensors]
 
 
 @operator(
     "rotate(Tensor[] tensors, Tensor freqs, Tensor? starts, Tensor? positions, SymInt start, "
     "float factor) -> Tensor[]",
-    fake=rotate_fake,
+    fake=lambda tensors, *_: [empty_heads(t, t.shape[2]) for t in tensors],
 )
 def rotate_pairs(tensors, freqs, starts, positions, start, factor):
     """Rotate pairs of the first features of `tensors` [b h n d] by `position / factor * freqs`, in
@@ -67,7 +70,7 @@ def rotate(
 # from the output of a projection to heads, some of them rotated
 
 
-def heads_backward_fake(dq, dcq, dk, dck, dv, dcv, freqs, positions, start, factor):
+def heads_backward_fake(dq, dcq, dk, *_):
     (B, H, T, D), K = dq.shape, dk.shape[1]
     return dq.new_empty(B, T, (H + 2 * K) * D)
 
@@ -97,13 +100,6 @@ class Heads(NamedTuple):
     cv: Tensor
 
 
-def split_heads(qkv: Tensor, heads: int, dim_head: int) -> tuple[Tensor, ...]:
-    """Queries, keys and values [b h n d] of a projection's output [b n (h + 2 k) d]."""
-    rows = qkv.unflatten(-1, (-1, dim_head)).transpose(1, 2)
-    kv_heads = (rows.shape[1] - heads) // 2
-    return rows.split((heads, kv_heads, kv_heads), dim=1)
-
-
 class ProjectedHeads(torch.autograd.Function):
     """Split a projection's output [b n (h + 2 k) d] into q, k and v, with q and k both rotated and
     unrotated. One launch of the backward rotates, sums and writes all gradients. Autograd would
@@ -114,7 +110,9 @@ class ProjectedHeads(torch.autograd.Function):
         ctx: Any, qkv: Tensor, heads: int, dim_head: int, freqs: Tensor, positions: Tensor | None,
         factor: float,
     ) -> Any:  # fmt: skip
-        q, k, v = split_heads(qkv.detach(), heads, dim_head)
+        rows = qkv.detach().unflatten(-1, (-1, dim_head)).transpose(1, 2)
+        kv_heads = (rows.shape[1] - heads) // 2
+        q, k, v = rows.split((heads, kv_heads, kv_heads), dim=1)
         ctx.factor = factor
         ctx.save_for_backward(freqs, positions)
         return *rotate_pairs([q, k], freqs, None, positions, 0, factor), q, k, v, v.view_as(v)
@@ -129,12 +127,6 @@ class ProjectedHeads(torch.autograd.Function):
 
 
 # means of windows
-
-
-def empty_heads(like: Tensor, n: int) -> Tensor:
-    """Allocate [b h n d] with memory order [b n h d]."""
-    b, h, _, d = like.shape
-    return like.new_empty(b, n, h, d).transpose(1, 2)
 
 
 @operator(
