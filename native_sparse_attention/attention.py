@@ -20,15 +20,9 @@ from torch.nn import Module
 from . import ranking
 from .block_sizes import BlockSizes
 from .cache.kv_cache import Identity, KVCache, check_cache
-from .checks import BRANCHES, check_bools, check_choice, check_generator, check_input, copied
+from .checks import BRANCHES, check_bool, check_choice, check_generator, check_input, copied
 from .compat import refuse_transforms
-from .compress import (
-    MeanPool,
-    choose_network,
-    compress_sequences,
-    compress_windows,
-    slides,
-)
+from .compress import MeanPool, choose_network, compress_sequences, compress_windows, slides
 from .config import SETTINGS, AttentionConfig, NSAConfig, changed
 from .initialization import Started, gate_linear, reset
 from .ops import branches, decode, dispatch, functional
@@ -135,8 +129,7 @@ class SparseAttention(Started):
         backend: str = "auto",
     ):
         settings = {name: value for name, value in locals().items() if name in FIELDS}
-        (use_triton_kernel,) = check_bools(use_triton_kernel=use_triton_kernel)
-        if use_triton_kernel and backend not in ("auto", "triton"):
+        if check_bool("use_triton_kernel", use_triton_kernel) and backend not in ("auto", "triton"):
             raise ValueError(
                 "use_triton_kernel=True asks for backend='triton', "
                 f"but backend={backend!r} was given"
@@ -241,12 +234,11 @@ class SparseAttention(Started):
 
     @dense.setter
     def dense(self, value: bool) -> None:
-        config = self.config
-        (dense,) = check_bools(dense=value)
-        if dense and config.branches != ("selected",):
+        dense = check_bool("dense", value)
+        if dense and self.config.branches != ("selected",):
             raise ValueError(
                 "dense goes with branches=('selected',) only: others are not dense attention with "
-                f"any selection, got branches={config.branches}"
+                f"any selection, got branches={self.config.branches}"
             )
         self._dense = dense
 
@@ -256,13 +248,12 @@ class SparseAttention(Started):
             reset(self.to_strategy_combine)
 
     def extra_repr(self) -> str:
-        config = self.config
+        c = self.config
         return (
-            f"heads={config.heads}, kv_heads={config.kv_heads}, dim_head={config.dim_head}, "
-            f"window={config.sliding_window_size}, l={config.compress_block_size}, "
-            f"d={config.d}, s={config.selection_block_size}, "
-            f"n={config.num_selected_blocks}, causal={config.causal}, soft_cap={config.soft_cap}, "
-            f"backend={config.backend!r}"
+            f"heads={c.heads}, kv_heads={c.kv_heads}, dim_head={c.dim_head}, "
+            f"window={c.sliding_window_size}, l={c.compress_block_size}, d={c.d}, "
+            f"s={c.selection_block_size}, n={c.num_selected_blocks}, causal={c.causal}, "
+            f"soft_cap={c.soft_cap}, backend={c.backend!r}"
         )
 
     def forward(
@@ -321,9 +312,8 @@ class SparseAttention(Started):
         """
         config = self.config
         refuse_transforms("SparseAttention")
-        disable_triton_kernel, return_cache = check_bools(
-            disable_triton_kernel=disable_triton_kernel, return_cache=return_cache
-        )
+        disable_triton_kernel = check_bool("disable_triton_kernel", disable_triton_kernel)
+        return_cache = check_bool("return_cache", return_cache)
         check_choice("ranking_weights", ranking_weights, ranking.WEIGHTS)
         check_generator(generator)
         masks = sliding_window_flex_mask, fine_selection_flex_mask

@@ -43,11 +43,7 @@ def sparse_layers(model: nn.Module) -> list[SparseAttention]:
 
 
 def set_dense(model: nn.Module, dense: bool) -> None:
-    """Make the layers of `sparse_layers` dense, or sparse.
-
-    Args:
-        model: any module.
-        dense: whether queries attend to all keys that they may see.
+    """Let queries of `sparse_layers` attend to all keys that they may see, or to their selection.
 
     Raises:
         ValueError: a model without such layers.

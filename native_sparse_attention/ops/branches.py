@@ -27,10 +27,7 @@ MANY_BLOCKS = 64
 
 
 def attend(
-    call: Call,
-    config: AttentionConfig,
-    backend: str,
-    keep_slots: bool = False,
+    call: Call, config: AttentionConfig, backend: str, keep_slots: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """The output [B T H E] and the selected block indices, None without a selection. Unless
     `keep_slots`, the indices may lack slots past the number of blocks, or be None in dense
