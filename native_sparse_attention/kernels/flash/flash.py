@@ -423,7 +423,7 @@ class Facts(NamedTuple):
     q: Layout
     k: Layout
     v: Layout
-    prefix: tuple[Layout, Layout] | None
+    prefix: tuple[Layout, ...] | None
     kv_range: KVRange
     inner: KVRange | None
     positive: bool
@@ -443,12 +443,24 @@ class Facts(NamedTuple):
         return Range(kv_range.floor, kv_range.reach, kv_range.stride, *local, kv_range.unit)
 
 
-def facts(
-    tensors: Any, kv_range: KVRange, scale: float, inner: KVRange | None, prefix: Any, **flags: bool
-) -> Facts:
-    q, k, v = map(layout, tensors)
-    prefix, inner = prefix and tuple(map(layout, prefix)), inner and inner.facts
-    return Facts(q, k, v, prefix, kv_range.facts, inner, scale > 0, **flags)
+class Inputs(NamedTuple):
+    """q [B T H D], k [B N K D] and v [B N K E], the KV range and the scale of the logits, and a
+    prefix k [B P K D], v [B P K E]. An `inner` range asks for attention to its local blocks and the
+    keys before its floor as well."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kv_range: KVRange
+    scale: float
+    prefix: tuple[Tensor, Tensor] | None = None
+    inner: KVRange | None = None
+
+    def facts(self, **flags: bool) -> Facts:
+        q, k, v = map(layout, self[:3])
+        prefix, inner = self.prefix and tuple(map(layout, self.prefix)), self.inner
+        inner = inner and inner.facts
+        return Facts(q, k, v, prefix, self.kv_range.facts, inner, self.scale > 0, **flags)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -493,19 +505,17 @@ def plan(kernel: str, call: Facts, _tuning: Any) -> Plan:
     return Plan(grid, dict(F=settings, kv_range=call.numbers(), **lengths, **options))
 
 
-def run(
-    kernel: str, launch_plan: Plan, tensors: Any, kv_range: KVRange, prefix: Any, **args: Any
-) -> None:
-    """Launch a planned kernel on `tensors` q, k and v; q stands in for a missing prefix."""
+def run(kernel: str, launch_plan: Plan, inputs: Inputs, **args: Any) -> None:
+    """Launch a planned kernel; q stands in for a missing prefix."""
     if launch_plan.is_sm90:
         from . import flash_sm90
 
-        flash_sm90.run(kernel, launch_plan, tensors, kv_range.start, prefix, **args)
+        flash_sm90.run(kernel, launch_plan, inputs, **args)
         return
-    F, (q, k, v) = launch_plan.args["F"], tensors
+    F, (q, k, v, kv_range) = launch_plan.args["F"], inputs[:4]
     keys, values = (launch.box(t, F.BLOCK_N) if F.TMA else strided(t) for t in (k, v))
     if "P" in launch_plan.args:
-        args["pk"], args["pv"] = (strided(t) for t in prefix or (q, q))
+        args["pk"], args["pv"] = (strided(t) for t in inputs.prefix or (q, q))
     launcher(KERNELS[kernel], launch_plan.grid)(
         q=strided(q), k=keys, v=values, starts=kv_range.starts, documents=kv_range.documents,
         start=kv_range.start, T=q.shape[1], N=k.shape[1], K=k.shape[2],
@@ -514,30 +524,24 @@ def run(
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_range: KVRange,
-    scale: float,
-    prefix: tuple[Tensor, Tensor] | None = None,
-    inner: KVRange | None = None,
+    inputs: Inputs,
     sinks: Tensor | None = None,
     inner_sinks: Tensor | None = None,
     norms: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """out [B T H E] and natural lse [B T H] of q [B T H D], k [B N K D], v [B N K E], and of a
-    prefix k [B P K D], v [B P K E]. With an `inner` range, also out and lse of its local blocks and
-    the keys before its floor. `sinks` and `inner_sinks` [H] are float32, both or none; `norms` are
-    the norms of `key_norms.py`, if known."""
-    norms, tensors = key_norms(q, k)[0] if norms is None else norms, (q, k, v)
-    flags = dict(sinks=sinks is not None or inner_sinks is not None, bounded=norms is not None)
-    call = facts(tensors, kv_range, scale, inner, prefix, **flags)
-    launch_plan, results = plan("forward", call, launch.tuning()), launch.empty_outputs(q, v)
-    if inner is not None:
+    """out [B T H E] and natural lse [B T H]; with an `inner` range also those of its attention.
+    `sinks` and `inner_sinks` [H] are float32, both or none; `norms` are the norms of
+    `key_norms.py`, if known."""
+    q, k, v = inputs[:3]
+    norms = key_norms(q, k)[0] if norms is None else norms
+    has_sinks = sinks is not None or inner_sinks is not None
+    facts = inputs.facts(sinks=has_sinks, bounded=norms is not None)
+    launch_plan, results = plan("forward", facts, launch.tuning()), launch.empty_outputs(q, v)
+    if inputs.inner is not None:
         results += launch.empty_outputs(q, v)
     run(
-        "forward", launch_plan, tensors, kv_range, prefix, outputs=Outputs(*results), norms=norms,
-        sinks=sinks, inner_sinks=inner_sinks, scale_log2=scale * launch.LOG2_E,
+        "forward", launch_plan, inputs, outputs=Outputs(*results), norms=norms, sinks=sinks,
+        inner_sinks=inner_sinks, scale_log2=inputs.scale * launch.LOG2_E,
     )  # fmt: skip
     return results
 
@@ -548,49 +552,37 @@ def backward_rows(bwd: BackwardInputs, inner: BackwardInputs | None) -> Rows:
 
 
 def backward_q(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_range: KVRange,
-    scale: float,
+    inputs: Inputs,
     bwd: BackwardInputs,
     dq: launch.Accumulator,
-    prefix: tuple[Tensor, Tensor] | None = None,
-    inner: tuple[KVRange, BackwardInputs] | None = None,
+    inner_bwd: BackwardInputs | None = None,
 ) -> None:
-    """Add to dq. With an `inner` range and its backward inputs, also add through its local blocks
-    and the keys before its floor."""
-    (inner_range, inner_bwd), (dq_out, add) = inner or (None, None), dq.next_launch()
-    call = facts((q, k, v), kv_range, scale, inner_range, prefix, gated=bwd.gated, add=add)
-    launch_plan, rows = plan("dq", call, launch.tuning()), backward_rows(bwd, inner_bwd)
-    run("dq", launch_plan, (q, k, v), kv_range, prefix, rows=rows, dq=dq_out, scale=scale)
+    """Add to dq; with an `inner` range also through its attention."""
+    dq_out, add = dq.next_launch()
+    launch_plan = plan("dq", inputs.facts(gated=bwd.gated, add=add), launch.tuning())
+    rows = backward_rows(bwd, inner_bwd)
+    run("dq", launch_plan, inputs, rows=rows, dq=dq_out, scale=inputs.scale)
 
 
 def backward_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_range: KVRange,
-    scale: float,
-    bwd: BackwardInputs,
-    inner: tuple[KVRange, BackwardInputs] | None = None,
+    inputs: Inputs, bwd: BackwardInputs, inner_bwd: BackwardInputs | None = None
 ) -> Partials:
-    """Partial dk and dv; with `inner` also through its local blocks, without the prefix."""
-    inner_range, inner_bwd = inner or (None, None)
-    call = facts((q, k, v), kv_range, scale, inner_range, None, gated=bwd.gated)
-    launch_plan, rows = plan("dkv", call, launch.tuning()), backward_rows(bwd, inner_bwd)
-    dk, dv = (t.new_empty(launch_plan.grid[-1], *t.shape, dtype=torch.float32) for t in (k, v))
-    run("dkv", launch_plan, (q, k, v), kv_range, None, rows=rows, dk=dk, dv=dv, scale=scale)
+    """Partial dk and dv, without the prefix; with an `inner` range also through its attention."""
+    inputs = inputs._replace(prefix=None)
+    launch_plan = plan("dkv", inputs.facts(gated=bwd.gated), launch.tuning())
+    splits, rows = launch_plan.grid[-1], backward_rows(bwd, inner_bwd)
+    dk, dv = (t.new_empty(splits, *t.shape, dtype=torch.float32) for t in (inputs.k, inputs.v))
+    run("dkv", launch_plan, inputs, rows=rows, dk=dk, dv=dv, scale=inputs.scale)
     return dk, dv
 
 
-def backward_prefix(
-    q: Tensor, prefix: tuple[Tensor, Tensor], kv_range: KVRange, scale: float, bwd: BackwardInputs
-) -> Partials:
-    """Partial dk and dv of a prefix."""
+def backward_prefix(inputs: Inputs, bwd: BackwardInputs) -> Partials:
+    """Partial dk and dv of the prefix."""
+    kv_range = inputs.kv_range
     kind = steps.CAUSAL_WINDOW if kv_range.causal_prefix else steps.EVERYTHING
     visible = KVRange(
         kind.value, launch.UNLIMITED, start=kv_range.start, starts=kv_range.starts,
         soft_cap=kv_range.soft_cap,
     )  # fmt: skip
-    return backward_kv(q, *prefix, visible, scale, bwd)
+    k, v = inputs.prefix or (inputs.k, inputs.v)
+    return backward_kv(Inputs(inputs.q, k, v, visible, inputs.scale), bwd)

@@ -830,10 +830,10 @@ def plan(kernel: str, call: Any) -> Plan:
     return Plan(grid, args, is_sm90=True)
 
 
-def run(kernel: str, launch_plan: Plan, tensors: Any, start: int, prefix: Any, **args: Any) -> None:
-    """Launch a planned kernel on queries from position `start` on. Of a prefix that all sequences
-    share it reads the first sequence's; other keys stand in for a missing one."""
-    q, k, v = tensors
+def run(kernel: str, launch_plan: Plan, inputs: Any, **args: Any) -> None:
+    """Launch a planned kernel on `flash.Inputs`. Of a prefix that all sequences share it reads the
+    first sequence's; other keys stand in for a missing one."""
+    q, k, v = inputs[:3]
     queries: dict[str, Tensor] = dict(q=q)
     if kernel == "forward":
         out, lse, inner_out, inner_lse = args["outputs"]
@@ -848,11 +848,11 @@ def run(kernel: str, launch_plan: Plan, tensors: Any, start: int, prefix: Any, *
     query_box, key_box = [1, ROWS.value // groups, groups, width], [1, KEYS.value, 1, width]
     args |= {name: launch.gluon_box(t, query_box) for name, t in queries.items()}
     args["k"], args["v"] = (launch.gluon_box(t, key_box) for t in (k, v))
-    if prefix is not None:
-        first = (t if t.stride(0) else t[0][None] for t in prefix)
+    if inputs.prefix is not None:
+        first = (t if t.stride(0) else t[0][None] for t in inputs.prefix)
         args["pk"], args["pv"] = (launch.gluon_box(t, key_box) for t in first)
     elif kernel != "dkv":
         args["pk"], args["pv"] = args["k"], args["v"]
     launcher(KERNELS[kernel], launch_plan.grid)(
-        start=start, T=q.shape[1], N=k.shape[1], **args, **launch_plan.args
+        start=inputs.kv_range.start, T=q.shape[1], N=k.shape[1], **args, **launch_plan.args
     )

@@ -20,7 +20,7 @@ from ..common.precompile import launcher
 from ..common.reduce import reduce_partials
 from ..flash import flash
 from . import key_major, query_major
-from .inputs import Args, Combine, Inputs
+from .inputs import Combine, Inputs
 
 
 def append_initial_blocks(selection: launch.Selection) -> launch.Selection:
@@ -44,9 +44,9 @@ def append_initial_blocks(selection: launch.Selection) -> launch.Selection:
     return replace(selection, block_indices=block_indices, gates=gates, num_initial=0)
 
 
-def forced_blocks(inputs: Inputs) -> Args | None:
-    """Keys, values, KV range and prefix of the forced blocks; None without forced blocks."""
-    k, v, selection, s = inputs.k, inputs.v, inputs.selection, inputs.selection.s
+def forced_blocks(inputs: Inputs) -> flash.Inputs | None:
+    """Attention to the forced blocks; None without forced blocks."""
+    q, k, v, selection, s = inputs.q, inputs.k, inputs.v, inputs.selection, inputs.selection.s
     kv_range = launch.KVRange(
         steps.EVERYTHING.value, start=selection.start, starts=selection.starts,
         documents=selection.documents, soft_cap=selection.soft_cap,
@@ -58,20 +58,16 @@ def forced_blocks(inputs: Inputs) -> Args | None:
         kv_range = kv_range._replace(
             kind=kind, reach=reach, stride=s, floor=end, causal_prefix=True
         )
-        return dict(k=k, v=v, kv_range=kv_range, prefix=prefix)
-    if prefix is None:
-        return None
-    return dict(k=prefix[0], v=prefix[1], kv_range=kv_range, prefix=None)
+        return flash.Inputs(q, k, v, kv_range, inputs.scale, prefix)
+    return None if prefix is None else flash.Inputs(q, *prefix, kv_range, inputs.scale)
 
 
-def forced_blocks_in_window(
-    inputs: Inputs, w: int
-) -> tuple[tuple[Tensor, Tensor] | None, launch.KVRange | None]:
-    """Prefix and KV range of the forced blocks if a causal window of w keys over the same k and v
-    contains the local blocks: the window's kernel then runs both. Otherwise (None, None)."""
+def forced_blocks_in_window(inputs: Inputs, window: flash.Inputs) -> flash.Inputs | None:
+    """`forced_blocks` if a causal window over the same k and v contains the local blocks: the
+    window's kernel then runs both."""
     reach = inputs.selection.num_local * inputs.selection.s - 1
-    forced = forced_blocks(inputs) if inputs.selection.causal and 0 <= reach <= w else None
-    return (None, None) if forced is None else (forced["prefix"], forced["kv_range"])
+    contains = inputs.selection.causal and 0 <= reach <= window.kv_range.reach
+    return forced_blocks(inputs) if contains and window.k is inputs.k else None
 
 
 @triton.jit(do_not_specialize=["ROWS", "T", "start", "C"])
@@ -171,7 +167,7 @@ def forward(
     q, plan, has_topn = inputs.q, plan or Plan(), inputs.facts.F.n > 0
     forced = forced_blocks(inputs) if partial is None else None
     if forced is not None:
-        partial = flash.forward(q, scale=inputs.scale, sinks=sinks, **forced)[:2]
+        partial = flash.forward(forced, sinks)[:2]
     out, lse = partial or launch.empty_outputs(q, inputs.v)
     is_begun = partial is not None or sinks is not None or not has_topn
     if partial is None and is_begun:
@@ -217,13 +213,12 @@ def plan_backward(inputs: Inputs) -> Plan:
 
 def forced_backward_kv(inputs: Inputs, bwd: BackwardInputs) -> tuple[Tensor, Tensor]:
     """dk [B S K D] and dv [B S K E] of the forced blocks, in float32."""
-    q, k, v, scale, forced = inputs.q, inputs.k, inputs.v, inputs.scale, forced_blocks(inputs)
+    k, v, forced = inputs.k, inputs.v, forced_blocks(inputs)
     if forced is None:
         return k.new_zeros(k.shape, dtype=torch.float32), v.new_zeros(v.shape, dtype=torch.float32)
-    prefix = forced.pop("prefix")
-    partials = [flash.backward_kv(q, scale=scale, bwd=bwd, **forced)]
-    if prefix is not None:
-        partials.append(flash.backward_prefix(q, prefix, forced["kv_range"], scale, bwd))
+    partials = [flash.backward_kv(forced, bwd)]
+    if forced.prefix is not None:
+        partials.append(flash.backward_prefix(forced, bwd))
     return reduce_partials(partials, k, v)
 
 

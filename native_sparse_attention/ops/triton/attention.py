@@ -271,16 +271,14 @@ def forward_branches(
     from ...kernels.flash import flash
     from ...kernels.selected import branch as selected
 
-    q, k, v, scale = *t[:3], config.scale_of(t.q.shape[-1])
+    q, k, v = t[:3]
     sink_of = dict.fromkeys(config.branches)
     if t.sinks is not None:
         sink_of = dict(zip(config.branches, t.sinks, strict=True))
-    ranges = {branch: kv_range(branch, t, config) for branch in ("compressed", "window")}
-    memory_pair = memory(t)
     if "selected" not in config.branches:
         (branch,) = config.branches
-        result = flash.forward(q, k, v, ranges[branch], scale, memory_pair, sinks=sink_of[branch])
-        return [result[0]], [result[1]], empty_block_indices(t, config)
+        out, lse = flash.forward(range_inputs(branch, t, config), sink_of[branch])
+        return [out], [lse], empty_block_indices(t, config)
     is_single = len(config.branches) == 1
     block_indices, rank = plan_ranking(t, config)
     # then the ranking needs nothing that is not there yet, and runs beside the other branches
@@ -291,18 +289,15 @@ def forward_branches(
         norms, norms_cmp = key_norms(q, k, None if is_single else t.ck)
         if is_single:
             return norms, None, None
-        result = flash.forward(
-            q if t.cq is None else t.cq, t.ck, t.cv, ranges["compressed"], scale, memory_pair,
-            sinks=sink_of["compressed"], norms=norms_cmp,
-        )  # fmt: skip
-        return norms, *result[:2]
+        compressed, sink = range_inputs("compressed", t, config), sink_of["compressed"]
+        return norms, *flash.forward(compressed, sink, norms=norms_cmp)
 
     if not is_concurrent:
         norms, out_cmp, lse_cmp = attend_compressed()
         if rank is not None:
             rank(lse_cmp)
     block_indices, selection = plan_selection(t, block_indices, config)
-    inputs = selected.Inputs(q, k, v, selection, scale)
+    inputs = selected.Inputs(q, k, v, selection, config.scale_of(q.shape[-1]))
     plan = selected.plan_forward(inputs)
     # short programs that the selection waits for; they leave the tensor cores idle
     fork = is_concurrent or plan is not None
@@ -318,18 +313,13 @@ def forward_branches(
         if is_single:
             forced = selected.forced_blocks(inputs)
             if forced is not None:
-                sink = sink_of["selected"]
-                partial = flash.forward(q, scale=scale, sinks=sink, norms=norms, **forced)[:2]
+                partial = flash.forward(forced, sink_of["selected"], norms=norms)[:2]
         else:
-            has_own_keys = t.window_k is not None
-            window_k, window_v = (t.window_k, t.window_v) if has_own_keys else (k, v)
-            inner = None
-            if not has_own_keys:
-                inner = selected.forced_blocks_in_window(inputs, config.sliding_window_size)[1]
+            window = range_inputs("window", t, config)
+            forced = selected.forced_blocks_in_window(inputs, window)
             out_win, lse_win, *inner_outputs = flash.forward(
-                q, window_k, window_v, ranges["window"], scale, inner=inner,
-                sinks=sink_of["window"], inner_sinks=sink_of["selected"],
-                norms=None if has_own_keys else norms,
+                window._replace(inner=forced and forced.kv_range), sink_of["window"],
+                sink_of["selected"], norms if window.k is k else None,
             )  # fmt: skip
             partial = tuple(inner_outputs) or None
     combined = None
@@ -353,25 +343,22 @@ def backward_range(t: Call, bwd: Any, config: AttentionConfig) -> dict[str, Tens
     from ...kernels.common.reduce import reduce_partials
     from ...kernels.flash import flash
 
-    q, k, v = t[:3]
-    keys, dq = kv_range(config.branches[0], t, config), Accumulator(q)
-    scale = config.scale_of(q.shape[-1])
-    flash.backward_q(q, k, v, keys, scale, bwd, dq, memory(t))
-    dk, dv = reduce_partials([flash.backward_kv(q, k, v, keys, scale, bwd)], k, v, q.dtype)
-    return dict(q=dq.result(), k=dk, v=dv) | memory_grads(t, q, keys, scale, bwd)
+    inputs, dq = range_inputs(config.branches[0], t, config), Accumulator(t.q)
+    flash.backward_q(inputs, bwd, dq)
+    dk, dv = reduce_partials([flash.backward_kv(inputs, bwd)], t.k, t.v, t.q.dtype)
+    return dict(q=dq.result(), k=dk, v=dv) | memory_grads(t, inputs, bwd)
 
 
-def memory_grads(t: Call, q: Tensor, keys: Any, scale: float, bwd: Any) -> dict[str, Tensor]:
+def memory_grads(t: Call, inputs: Any, bwd: Any) -> dict[str, Tensor]:
     """Gradients [K m D] of the memory of the compressed branch."""
     if t.mem_k is None or t.mem_v is None:
         return {}
-    pair = memory(t)
-    if pair is None:
+    if inputs.prefix is None:
         return dict(mem_k=torch.zeros_like(t.mem_k), mem_v=torch.zeros_like(t.mem_v))
     from ...kernels.common.reduce import reduce_partials
     from ...kernels.flash import flash
 
-    partials = reduce_partials([flash.backward_prefix(q, pair, keys, scale, bwd)], *pair)
+    partials = reduce_partials([flash.backward_prefix(inputs, bwd)], *inputs.prefix)
     dk, dv = (d.sum(0).transpose(0, 1).contiguous() for d in partials)
     return dict(mem_k=dk, mem_v=dv)
 
@@ -389,31 +376,26 @@ def backward_branches(
 
     grads: dict[str, Tensor] = {}
     q, k, v, ck, cv = t[:5]
-    scale, is_single, device = config.scale_of(q.shape[-1]), len(bwd) == 1, q.device
+    is_single, device = len(bwd) == 1, q.device
     each: list[Any] = [bwd.get(branch) for branch in BRANCHES]
     cmp, sel, win = each
     selection = selected.append_initial_blocks(selection_of(t, block_indices, config))
-    inputs = selected.Inputs(q, k, v, selection, scale)
+    inputs = selected.Inputs(q, k, v, selection, config.scale_of(q.shape[-1]))
     plan = selected.plan_backward(inputs)
-    has_own_keys = t.window_k is not None
-    window_k, window_v = (t.window_k, t.window_v) if has_own_keys else (k, v)
-    initial: Any = None
-    inner: Any = None
-    if not is_single and not has_own_keys:
-        initial, inner = selected.forced_blocks_in_window(inputs, config.sliding_window_size)
-    inner_args = None if inner is None else (inner, sel)
-    query = q if t.cq is None or is_single else t.cq
+    compressed, window = (range_inputs(name, t, config) for name in ("compressed", "window"))
+    in_window = None if is_single else selected.forced_blocks_in_window(inputs, window)
+    window, inner_bwd = window._replace(inner=in_window and in_window.kv_range), in_window and sel
+    has_own_queries = not is_single and compressed.q is not q
     dq = Accumulator(q)
-    d_query = dq if query is q else Accumulator(query)
-    range_cmp, range_win = (kv_range(branch, t, config) for branch in ("compressed", "window"))
+    dq_cmp = Accumulator(compressed.q) if has_own_queries else dq
 
     def add_to_queries() -> None:
         if not is_single:
-            flash.backward_q(query, ck, cv, range_cmp, scale, cmp, d_query, memory(t))
-            flash.backward_q(q, window_k, window_v, range_win, scale, win, dq, inner=inner_args)
-        forced = selected.forced_blocks(inputs) if inner is None else None
+            flash.backward_q(compressed, cmp, dq_cmp)
+            flash.backward_q(window, win, dq, inner_bwd)
+        forced = selected.forced_blocks(inputs) if in_window is None else None
         if forced is not None:
-            flash.backward_q(q, scale=scale, bwd=sel, dq=dq, **forced)
+            flash.backward_q(forced, sel, dq)
         if selection.gates is None:
             streams.wait(device, ready)
             selected.topn_backward_q(inputs, sel, dq, plan)
@@ -430,18 +412,17 @@ def backward_branches(
             add_to_queries()
         partials = []
         if not is_single:
-            partials = [flash.backward_kv(query, ck, cv, range_cmp, scale, cmp)]
+            partials = [flash.backward_kv(compressed, cmp)]
             grads["ck"], grads["cv"] = reduce_partials(partials, ck, cv, ck.dtype)
-            window = q, window_k, window_v, range_win, scale, win, inner_args
-            partials = [flash.backward_kv(*window)]
-            if has_own_keys:
-                d_window, partials = reduce_partials(partials, window_k, window_v, k.dtype), []
+            partials = [flash.backward_kv(window, win, inner_bwd)]
+            if window.k is not k:
+                d_window, partials = reduce_partials(partials, window.k, window.v, k.dtype), []
                 grads["window_k"], grads["window_v"] = d_window
-        if inner is None:
+        if in_window is None:
             dk, dv = selected.forced_backward_kv(inputs, sel)
             partials.append((dk[None], dv[None]))
-        elif initial is not None:
-            partials.append(flash.backward_prefix(q, initial, inner, scale, sel))
+        elif in_window.prefix is not None:
+            partials.append(flash.backward_prefix(in_window, sel))
         dk, dv = reduce_partials(partials, k, v)  # topn_backward_kv adds to these
         partials.clear()  # before it allocates partials of its own
         if not plan.is_key_major:
@@ -451,9 +432,9 @@ def backward_branches(
         selected.topn_backward_kv(inputs, sel, dk, dv, dq, plan)
     grads["k"], grads["v"] = reduce_partials([(dk[None], dv[None])], k, v, k.dtype)
     grads["q"] = dq.result()
-    if query is not q:
-        grads["cq"] = d_query.result()
-    return grads if is_single else grads | memory_grads(t, query, range_cmp, scale, cmp)
+    if has_own_queries:
+        grads["cq"] = dq_cmp.result()
+    return grads if is_single else grads | memory_grads(t, compressed, cmp)
 
 
 # arguments of the launches
@@ -505,10 +486,8 @@ def plan_ranking(
 
     def rank(lse: Tensor | None) -> None:
         if lse is None and config.importance == "probs":
-            lse = flash.forward(
-                q, t.ck, t.ck, kv_range("compressed", t, config), config.scale_of(q.shape[-1]),
-                memory(t._replace(mem_v=t.mem_k)), sinks=sinks,
-            )[1]  # fmt: skip
+            keys = t._replace(cv=t.ck, mem_v=t.mem_k)
+            lse = flash.forward(range_inputs("compressed", keys, config), sinks)[1]
         selection.select_blocks(
             q, t.ck, config, out=block_indices, num_ranked=num_ranked, leaders=leaders, lse=lse,
             **places,
@@ -548,17 +527,24 @@ def selection_of(t: Call, block_indices: Tensor, config: AttentionConfig) -> Any
     )  # fmt: skip
 
 
-def kv_range(branch: str, t: Call, config: AttentionConfig) -> Any:
-    """KV range of the compressed branch or of the window."""
+def range_inputs(branch: str, t: Call, config: AttentionConfig) -> Any:
+    """`flash.Inputs` of the compressed branch or of the window."""
     from ...kernels.common import primitives
     from ...kernels.common.launch import KVRange
+    from ...kernels.flash import flash
 
+    (q, k, v), scale = t[:3], config.scale_of(t.q.shape[-1])
     common = positions(t) | dict(soft_cap=config.soft_cap)
     if branch == "compressed":
+        if t.ck is not None:
+            q, k, v = q if t.cq is None else t.cq, t.ck, t.cv
         kind = primitives.BEHIND if config.causal else primitives.EVERYTHING
-        return KVRange(kind.value, stride=config.d, unit=config.d, **common)
+        kv_range = KVRange(kind.value, stride=config.d, unit=config.d, **common)
+        return flash.Inputs(q, k, v, kv_range, scale, memory(t))
+    if t.window_k is not None:
+        k, v = t.window_k, t.window_v
     kind = primitives.CAUSAL_WINDOW if config.causal else primitives.TWO_SIDED_WINDOW
-    return KVRange(kind.value, config.sliding_window_size, **common)
+    return flash.Inputs(q, k, v, KVRange(kind.value, config.sliding_window_size, **common), scale)
 
 
 def memory(t: Call) -> tuple[Tensor, Tensor] | None:

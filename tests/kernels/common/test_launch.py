@@ -226,7 +226,7 @@ def is_served(kernel, at, q, k, v):
             causal_prefix=at["prefix"],
         )  # fmt: skip
         inner = launch.KVRange(device.LOCAL_BLOCKS.value, 16, 16) if at["inner"] else None
-        call = flash.facts((q, k, v), place, at["scale"], inner, prefix)
+        call = flash.Inputs(q, k, v, place, at["scale"], prefix, inner).facts()
         (served,) = {flash_sm90.is_supported(name, call) for name in ("forward", "dq", "dkv")}
         return served
     lists = torch.zeros(1, at["T"], at["K"], at["n"], dtype=torch.int32)
