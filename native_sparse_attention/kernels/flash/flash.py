@@ -21,7 +21,7 @@ from torch import Tensor
 from ..common import launch
 from ..common import primitives as steps
 from ..common.key_norms import key_norms
-from ..common.launch import BackwardInputs, KVRange, Layout, Plan, cdiv, layout, strided
+from ..common.launch import BackwardInputs, KVRange, Plan, cdiv, layout, strided
 from ..common.precompile import launcher
 from ..common.reduce import Partials
 from ..common.tile_configs import FEW_KEYS
@@ -417,25 +417,30 @@ def nsa_flash_dkv(
 KERNELS = {"forward": nsa_flash_fwd, "dq": nsa_flash_dq, "dkv": nsa_flash_dkv}
 
 
-class Facts(NamedTuple):
-    """What a plan depends on. `gated` and `add` are of the backward."""
+class Inputs(NamedTuple):
+    """q [B T H D], k [B N K D] and v [B N K E], the KV range and the scale of the logits, and a
+    prefix k [B P K D], v [B P K E]. An `inner` range asks for attention to its local blocks and the
+    keys before its floor as well. A plan has layouts in place of the tensors."""
 
-    q: Layout
-    k: Layout
-    v: Layout
-    prefix: tuple[Layout, ...] | None
+    q: Any
+    k: Any
+    v: Any
     kv_range: KVRange
-    inner: KVRange | None
-    positive: bool
-    sinks: bool = False
-    bounded: bool = False
-    gated: bool = False
-    add: bool = False
+    scale: float
+    prefix: Any = None
+    inner: KVRange | None = None
+
+    def facts(self) -> Inputs:
+        """What a plan depends on."""
+        q, k, v = map(layout, self[:3])
+        prefix = self.prefix and tuple(map(layout, self.prefix))
+        inner = self.inner and self.inner.facts
+        return Inputs(q, k, v, self.kv_range.facts, self.scale, prefix, inner)
 
     @property
     def groups(self) -> int:
         """Query heads per KV head."""
-        return self.q.shape[2] // max(self.k.shape[2], 1)
+        return self.q.shape[2] // max(self.k.shape[2], 1)  # type: ignore[no-any-return]
 
     def numbers(self) -> Range:
         kv_range, inner = self.kv_range, self.inner
@@ -443,28 +448,11 @@ class Facts(NamedTuple):
         return Range(kv_range.floor, kv_range.reach, kv_range.stride, *local, kv_range.unit)
 
 
-class Inputs(NamedTuple):
-    """q [B T H D], k [B N K D] and v [B N K E], the KV range and the scale of the logits, and a
-    prefix k [B P K D], v [B P K E]. An `inner` range asks for attention to its local blocks and the
-    keys before its floor as well."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    kv_range: KVRange
-    scale: float
-    prefix: tuple[Tensor, Tensor] | None = None
-    inner: KVRange | None = None
-
-    def facts(self, **flags: bool) -> Facts:
-        q, k, v = map(layout, self[:3])
-        prefix, inner = self.prefix and tuple(map(layout, self.prefix)), self.inner
-        inner = inner and inner.facts
-        return Facts(q, k, v, prefix, self.kv_range.facts, inner, self.scale > 0, **flags)
-
-
 @functools.lru_cache(maxsize=1024)
-def plan(kernel: str, call: Facts, _tuning: Any) -> Plan:
+def plan(
+    kernel: str, call: Inputs, _tuning: Any, sinks: bool = False, bounded: bool = False,
+    gated: bool = False, add: bool = False,
+) -> Plan:  # fmt: skip
     """The launch of `kernel` "forward", "dq" or "dkv", or of the Hopper kernel that is faster. The
     last axis of the grid of "dkv" has the splits of the queries."""
     (B, T, H, D), (_, N, K, _), E = call.q.shape, call.k.shape, call.v.shape[-1]
@@ -473,8 +461,8 @@ def plan(kernel: str, call: Facts, _tuning: Any) -> Plan:
     if not few and launch.supports_gluon(call.q):
         from . import flash_sm90
 
-        if flash_sm90.is_supported(kernel, call):
-            return flash_sm90.plan(kernel, call)
+        if not sinks and flash_sm90.is_supported(kernel, call):
+            return flash_sm90.plan(kernel, call, bounded, gated, add)
     tile = launch.flash_tile(
         "prefix.dkv" if few else kernel, kv_range.wide, max(D, E), groups, dtype, N
     )
@@ -498,8 +486,7 @@ def plan(kernel: str, call: Facts, _tuning: Any) -> Plan:
     settings = Settings(
         groups, D, E, launch.padded(D), launch.padded(E), tile.block_m, tile.block_n, kv_range.kind,
         call.inner is not None, prefix.value, kv_range.starts, kv_range.documents,
-        kv_range.soft_cap, call.sinks, tma, call.positive, call.bounded, call.gated, call.add, wide,
-        flipped,
+        kv_range.soft_cap, sinks, tma, call.scale > 0, bounded, gated, add, wide, flipped,
     )  # fmt: skip
     options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
     return Plan(grid, dict(F=settings, kv_range=call.numbers(), **lengths, **options))
@@ -534,9 +521,8 @@ def forward(
     `key_norms.py`, if known."""
     q, k, v = inputs[:3]
     norms = key_norms(q, k)[0] if norms is None else norms
-    has_sinks = sinks is not None or inner_sinks is not None
-    facts = inputs.facts(sinks=has_sinks, bounded=norms is not None)
-    launch_plan, results = plan("forward", facts, launch.tuning()), launch.empty_outputs(q, v)
+    has_sinks, results = sinks is not None or inner_sinks is not None, launch.empty_outputs(q, v)
+    launch_plan = plan("forward", inputs.facts(), launch.tuning(), has_sinks, norms is not None)
     if inputs.inner is not None:
         results += launch.empty_outputs(q, v)
     run(
@@ -559,7 +545,7 @@ def backward_q(
 ) -> None:
     """Add to dq; with an `inner` range also through its attention."""
     dq_out, add = dq.next_launch()
-    launch_plan = plan("dq", inputs.facts(gated=bwd.gated, add=add), launch.tuning())
+    launch_plan = plan("dq", inputs.facts(), launch.tuning(), gated=bwd.gated, add=add)
     rows = backward_rows(bwd, inner_bwd)
     run("dq", launch_plan, inputs, rows=rows, dq=dq_out, scale=inputs.scale)
 
@@ -569,7 +555,7 @@ def backward_kv(
 ) -> Partials:
     """Partial dk and dv, without the prefix; with an `inner` range also through its attention."""
     inputs = inputs._replace(prefix=None)
-    launch_plan = plan("dkv", inputs.facts(gated=bwd.gated), launch.tuning())
+    launch_plan = plan("dkv", inputs.facts(), launch.tuning(), gated=bwd.gated)
     splits, rows = launch_plan.grid[-1], backward_rows(bwd, inner_bwd)
     dk, dv = (t.new_empty(splits, *t.shape, dtype=torch.float32) for t in (inputs.k, inputs.v))
     run("dkv", launch_plan, inputs, rows=rows, dk=dk, dv=dv, scale=inputs.scale)

@@ -775,7 +775,7 @@ def query_tiles(call: Any) -> tuple[int, int]:
 
 
 def is_supported(kernel: str, call: Any) -> bool:
-    """Whether `kernel` "forward", "dq" or "dkv" supports a call (`flash.Facts`) and is faster.
+    """Whether `kernel` "forward", "dq" or "dkv" supports a call (`flash.Inputs`) and is faster.
     `launch.using({"flash_sm90": True})` ignores the number of tiles; False, or a requested tile
     config, disables the kernel."""
     q, k, v, prefix = call.q, call.k, call.v, call.prefix
@@ -783,7 +783,7 @@ def is_supported(kernel: str, call: Any) -> bool:
     forced = launch.override.get("flash_sm90")
     tiled = launch.requested_sizes(kernel if kv_range.wide else f"window.{kernel}")
     kinds = kv_range.kind in (BEHIND.value, CAUSAL_WINDOW.value, LOCAL_BLOCKS.value)
-    plain = not (call.sinks or kv_range.starts or kv_range.documents or kv_range.soft_cap)
+    plain = not (kv_range.starts or kv_range.documents or kv_range.soft_cap)
     nested = inner is None or (not inner.starts and kv_range.kind == CAUSAL_WINDOW.value)
     sizes = q.dtype.itemsize == 2 and q.shape[-1] == v.shape[-1] == D.value
     whole = 0 < call.groups <= ROWS.value and ROWS.value % call.groups == 0
@@ -797,18 +797,18 @@ def is_supported(kernel: str, call: Any) -> bool:
         enough = enough and (kv_range.kind, kv_range.causal_prefix) in prefixed
         # of a prefix that all sequences share TMA reads the first sequence's
         layouts += [t._replace(stride=(t.stride[0] or t.stride[1], *t.stride[1:])) for t in prefix]
-    return bool(enough and call.positive and launch.supports_tma(*layouts))
+    return bool(enough and call.scale > 0 and launch.supports_tma(*layouts))
 
 
-def plan(kernel: str, call: Any) -> Plan:
+def plan(kernel: str, call: Any, bounded: bool, gated: bool, add: bool) -> Plan:
     (B, T), (N, K), kv_range, inner = call.q.shape[:2], call.k.shape[1:3], call.kv_range, call.inner
     options, registers = dict(num_warps=4), REGISTERS
     if kernel == "forward" and inner is None:
         options["maxnreg"], registers = AVERAGE_REGISTERS, FEWER_REGISTERS
     settings = Settings(
         K, call.groups, STAGES[kernel], kv_range.kind, kv_range.stride, inner is not None,
-        1 if inner is None else inner.stride, call.prefix is not None, call.bounded, call.gated,
-        call.add, registers,
+        1 if inner is None else inner.stride, call.prefix is not None, bounded, gated, add,
+        registers,
     )  # fmt: skip
     if kernel == "dkv":
         blocks, most = cdiv(N, 2 * KEYS.value), kv_range.reach + 2 * KEYS.value
