@@ -252,8 +252,11 @@ def supports_tma(*layouts: Layout) -> bool:
     )
 
 
-def box(t: Tensor, rows: int) -> TensorDescriptor:
-    """A TMA descriptor of t [B N K D] with boxes of `rows` positions of one head."""
+def keys_argument(t: Tensor, rows: int, tma: bool) -> TensorDescriptor | Strided:
+    """t [B N K D] for `primitives.load_keys`; with `tma` a descriptor with boxes of `rows`
+    positions of one head."""
+    if not tma:
+        return strided(t)
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, 1, padded(t.shape[-1])])
 
 

@@ -144,8 +144,7 @@ def load_rows(
 
 @triton.jit
 def load_keys(
-    keys, b, h, n, n0, valid, strides_b, strides_n, strides_h,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
+    keys, b, h, n, n0, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr
 ):  # fmt: skip
     """Rows n of head h of `keys` [B N K WIDTH], zeros where `valid` is False. With TMA `keys` is a
     descriptor, rows are n0 and the following positions, and only rows outside the tensor are
@@ -155,8 +154,8 @@ def load_keys(
         tile = keys.load([corner[0], corner[1], corner[2], 0])
         return tl.reshape(tile, [n.shape[0], BLOCK])
     else:
-        base = keys + b * strides_b + h * strides_h
-        return load_rows(base, n.to(tl.int64) * strides_n, WIDTH, BLOCK, valid)
+        base = keys.ptr + b * keys.b + h * keys.h
+        return load_rows(base, n.to(tl.int64) * keys.n, WIDTH, BLOCK, valid)
 
 
 @triton.jit

@@ -85,17 +85,6 @@ def local_start(position, kv_range):
 
 
 @triton.jit
-def load_tile(keys, b, h, n, n0, N, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
-    """Rows n, from n0 on, of head h of `keys` [B N K WIDTH]; zeros from row N on."""
-    pointer, strides = keys, (0, 0, 0)
-    if not TMA:
-        pointer, strides = keys.ptr, (keys.b, keys.n, keys.h)
-    return steps.load_keys(
-        pointer, b, h, n, n0, n < N, strides[0], strides[1], strides[2], WIDTH, BLOCK, TMA
-    )
-
-
-@triton.jit
 def logits(x, y, scale_log2, cap, F: tl.constexpr):
     """Logits x y^T [M, N] of queries and keys, scaled with CAP or without POSITIVE only."""
     # in float32 errors of "tf32x3" are up to four times as large
@@ -178,8 +167,8 @@ def nsa_flash_fwd(
                 n0 = (j - initial_step) * F.BLOCK_N
         n = n0 + tl.arange(0, F.BLOCK_N)
         # [N, D], [N, E]
-        k_tile = load_tile(k, b, h, n, n0, N, F.D, F.BLOCK_D, F.TMA)
-        v_tile = load_tile(v, b, h, n, n0, N, F.E, F.BLOCK_E, F.TMA)
+        k_tile = steps.load_keys(k, b, h, n, n0, n < N, F.D, F.BLOCK_D, F.TMA)
+        v_tile = steps.load_keys(v, b, h, n, n0, n < N, F.E, F.BLOCK_E, F.TMA)
         s = logits(q_tile, k_tile, scale_log2, cap, F)
         if F.INNER:
             if j == local_step:
@@ -219,8 +208,8 @@ def nsa_flash_fwd(
         hi = prefix_end(position, P, F.PREFIX)
         for n0 in range(0, P, F.BLOCK_N):
             n = n0 + tl.arange(0, F.BLOCK_N)
-            k_tile = load_tile(pk, b, h, n, n0, P, F.D, F.BLOCK_D, False)
-            v_tile = load_tile(pv, b, h, n, n0, P, F.E, F.BLOCK_E, False)
+            k_tile = steps.load_keys(pk, b, h, n, n0, n < P, F.D, F.BLOCK_D, False)
+            v_tile = steps.load_keys(pv, b, h, n, n0, n < P, F.E, F.BLOCK_E, False)
             s = logits(q_tile, k_tile, scale_log2, cap, F)
             s = tl.where(n[None] < hi[:, None], s, float("-inf"))
             acc, m, l = steps.scaled_step(
@@ -267,8 +256,8 @@ def nsa_flash_dq(
         if F.INNER and j >= initial_step:
             n0 = (j - initial_step) * F.BLOCK_N
         n = n0 + tl.arange(0, F.BLOCK_N)
-        k_tile = load_tile(k, b, h, n, n0, N, F.D, F.BLOCK_D, F.TMA)
-        v_tile = load_tile(v, b, h, n, n0, N, F.E, F.BLOCK_E, F.TMA)
+        k_tile = steps.load_keys(k, b, h, n, n0, n < N, F.D, F.BLOCK_D, F.TMA)
+        v_tile = steps.load_keys(v, b, h, n, n0, n < N, F.E, F.BLOCK_E, F.TMA)
         s = logits(q_tile, k_tile, scale_log2, cap, F)
         if F.CAP:
             slope = steps.cap_slope(s, cap)
@@ -299,8 +288,8 @@ def nsa_flash_dq(
         hi = prefix_end(position, P, F.PREFIX)
         for n0 in range(0, P, F.BLOCK_N):
             n = n0 + tl.arange(0, F.BLOCK_N)
-            k_tile = load_tile(pk, b, h, n, n0, P, F.D, F.BLOCK_D, False)
-            v_tile = load_tile(pv, b, h, n, n0, P, F.E, F.BLOCK_E, False)
+            k_tile = steps.load_keys(pk, b, h, n, n0, n < P, F.D, F.BLOCK_D, False)
+            v_tile = steps.load_keys(pv, b, h, n, n0, n < P, F.E, F.BLOCK_E, False)
             s = logits(q_tile, k_tile, scale_log2, cap, F)
             if F.CAP:
                 slope = steps.cap_slope(s, cap)
@@ -500,7 +489,7 @@ def run(kernel: str, launch_plan: Plan, inputs: Inputs, **args: Any) -> None:
         flash_sm90.run(kernel, launch_plan, inputs, **args)
         return
     F, (q, k, v, kv_range) = launch_plan.args["F"], inputs[:4]
-    keys, values = (launch.box(t, F.BLOCK_N) if F.TMA else strided(t) for t in (k, v))
+    keys, values = (launch.keys_argument(t, F.BLOCK_N, F.TMA) for t in (k, v))
     if "P" in launch_plan.args:
         args["pk"], args["pv"] = (strided(t) for t in inputs.prefix or (q, q))
     launcher(KERNELS[kernel], launch_plan.grid)(

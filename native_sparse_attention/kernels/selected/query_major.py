@@ -264,7 +264,7 @@ def load_tile(q, index, b, r, tile, start, T, groups, F: tl.constexpr):
 
 
 @triton.jit
-def tile_keys(k, v, k_strides, v_strides, b, h, blocks, j0, n, S, F: tl.constexpr):
+def tile_keys(k, v, b, h, blocks, j0, n, S, F: tl.constexpr):
     """Keys and values from j0 on of n blocks, padded to BLOCK_S each: both tiles, positions and
     validity of the keys [N], and their packed blocks (a scalar if BLOCK_N <= BLOCK_S)."""
     j = j0 + tl.arange(0, F.BLOCK_N)
@@ -275,12 +275,8 @@ def tile_keys(k, v, k_strides, v_strides, b, h, blocks, j0, n, S, F: tl.constexp
     # key >= 0 stands for c >= 0: a scalar mask times a vector is an integer in Triton 3.9's
     # interpreter
     key0, valid = c * F.s + j0 % F.BLOCK_S, (key >= 0) & (j % F.BLOCK_S < F.s) & (key < S)
-    k_tile = steps.load_keys(
-        k, b, h, key, key0, valid, k_strides[0], k_strides[1], k_strides[2], F.D, F.BLOCK_D, F.TMA
-    )
-    v_tile = steps.load_keys(
-        v, b, h, key, key0, valid, v_strides[0], v_strides[1], v_strides[2], F.E, F.BLOCK_E, F.TMA
-    )
+    k_tile = steps.load_keys(k, b, h, key, key0, valid, F.D, F.BLOCK_D, F.TMA)
+    v_tile = steps.load_keys(v, b, h, key, key0, valid, F.E, F.BLOCK_E, F.TMA)
     return k_tile, v_tile, key, valid, packed
 
 
@@ -341,8 +337,8 @@ def slot_gates(gates, bt, r, j0, real, F: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_selected_fwd_query_major(
-    q, k, v, k_strides, v_strides, norms, index, out, lse, combine, T, S, start, groups,
-    scale_log2, cap, F: tl.constexpr,
+    q, k, v, norms, index, out, lse, combine, T, S, start, groups, scale_log2, cap,
+    F: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of tokens that share block indices, or a union. Writes out and lse, with
     ADD combined with the previous ones; with COMBINE also the layer's output."""
@@ -369,9 +365,7 @@ def nsa_selected_fwd_query_major(
                 acc *= factor[:, None]
 
         for j0 in range(0, length * F.BLOCK_S, F.BLOCK_N):
-            k_tile, v_tile, key, valid, packed = tile_keys(
-                k, v, k_strides, v_strides, b, h, blocks, j0, length, S, F
-            )
+            k_tile, v_tile, key, valid, packed = tile_keys(k, v, b, h, blocks, j0, length, S, F)
             logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
             unit_scale = scale_log2
             if F.CAP or F.GATES or not F.POSITIVE:
@@ -397,9 +391,8 @@ def nsa_selected_fwd_query_major(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_selected_dq_query_major(
-    q, k, v, k_strides, v_strides, index, bwd, dq, d_gates, T, S, start, groups, scale, cap,
-    F: tl.constexpr,
-):  # fmt: skip
+    q, k, v, index, bwd, dq, d_gates, T, S, start, groups, scale, cap, F: tl.constexpr
+):
     """One program: like the forward. Writes dq, with ADD adds to dq; with GATES also each head's
     gradient of each slot's gate, [B T H n]."""
     tile, b, r, h, start, is_read = tile_position(index, start, groups, F)
@@ -414,9 +407,7 @@ def nsa_selected_dq_query_major(
         gate_sum = tl.full([F.BLOCK_M], 0.0, tl.float32)
 
         for j0 in range(0, length * F.BLOCK_S, F.BLOCK_N):
-            k_tile, v_tile, key, valid, packed = tile_keys(
-                k, v, k_strides, v_strides, b, h, blocks, j0, length, S, F
-            )
+            k_tile, v_tile, key, valid, packed = tile_keys(k, v, b, h, blocks, j0, length, S, F)
             product = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
             weight = 1.0
             if F.GATES:
@@ -499,11 +490,10 @@ def launch_tiles(
     for limit in limits:
         step = plan(kernel, facts, members, limit, **flags)
         F = step.args["F"]
+        keys, values = (launch.keys_argument(t, F.BLOCK_N, F.TMA) for t in (k, v))
         launcher(KERNELS[kernel], step.grid)(
-            q=launch.strided(q), k=launch.box(k, F.BLOCK_N) if F.TMA else k,
-            v=launch.box(v, F.BLOCK_N) if F.TMA else v, k_strides=k.stride()[:3],
-            v_strides=v.stride()[:3], index=inputs.index(blocks if limit else None, counts),
-            T=facts.T, S=facts.S, start=inputs.selection.start,
+            q=launch.strided(q), k=keys, v=values, T=facts.T, S=facts.S,
+            index=inputs.index(blocks if limit else None, counts), start=inputs.selection.start,
             groups=0 if counts is None else counts.shape[2], **args, **step.args,
         )  # fmt: skip
 
