@@ -189,9 +189,11 @@ def compile_first(t: Call, config: AttentionConfig, trains: bool) -> None:
 
 def forward(t: Call, config: AttentionConfig) -> list[Tensor]:
     """The results of `attend`."""
+    from ...kernels.common import launch
+
     t = prepared(t)
     out = None if len(config.branches) == 1 else empty_outputs(t.q, t.v)[0]
-    with block_sizes(config):
+    with launch.sized(config.block_sizes):
         outs, lses, block_indices = forward_branches(t, config, out)
     if out is None:
         return [outs[0], lses[0], block_indices]
@@ -208,10 +210,10 @@ def backward(
 ) -> dict[str, Tensor]:
     """Gradients by the names of the inputs."""
     from ...kernels import combine
-    from ...kernels.common.launch import BackwardInputs
+    from ...kernels.common import launch
 
     t, grads = prepared(t), dict[str, Tensor]()
-    with block_sizes(config):
+    with launch.sized(config.block_sizes):
         if len(config.branches) == 1:
             out, *lses = saved_rows
             d_out = torch.zeros_like(out) if d_outs[0] is None else aligned(d_outs[0])
@@ -228,7 +230,7 @@ def backward(
                 *lses, gated, delta = saved_rows
             gates = t.branch_gates.unbind(-1)
             pairs = zip(gated, delta, strict=True)
-            each = [BackwardInputs(d_out, *pair, gated=True) for pair in pairs]
+            each = [launch.BackwardInputs(d_out, *pair, gated=True) for pair in pairs]
         bwd = dict(zip(config.branches, each, strict=True))
         if "selected" in bwd:
             grads |= backward_branches(t, block_indices, bwd, config)
@@ -252,13 +254,6 @@ def prepared(t: Call) -> Call:
     if t.gates is not None:
         values["gates"] = t.gates.contiguous()
     return t._replace(**values)
-
-
-def block_sizes(config: AttentionConfig) -> Any:
-    """A context in which kernels launch with the tile sizes of the settings."""
-    from ...kernels.common import launch
-
-    return launch.sized(config.block_sizes)
 
 
 def forward_branches(
