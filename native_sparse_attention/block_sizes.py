@@ -28,14 +28,10 @@ class BlockSizes:
         block_q_selected, block_k_selected: the selected blocks, forward. A query-major tile holds
             the rows that share block indices and ignores `block_q_selected`; a key-major tile holds
             a whole block of keys and ignores `block_k_selected`.
-        block_q_dq, block_k_dq: the compressed branch, gradient of queries. The backward's sizes are
-            given all together or not at all.
-        block_q_window_dq, block_k_window_dq: the window and the forced blocks.
-        block_q_selected_dq, block_k_selected_dq: the selected blocks, query-major; the key-major
-            dq is computed together with dk and dv.
-        block_q_dkv, block_k_dkv: the compressed branch, gradients of keys and values.
-        block_q_window_dkv, block_k_window_dkv: the window and the forced blocks.
-        block_q_selected_dkv, block_k_selected_dkv: the selected blocks.
+        block_q_dq, ..., block_k_selected_dq: of the same branches, gradient of queries. The
+            key-major dq of selected blocks is computed together with dk and dv.
+        block_q_dkv, ..., block_k_selected_dkv: gradients of keys and values. The backward's sizes
+            (`_dq` and `_dkv`) are given all together or not at all.
 
     Raises:
         ValueError: a size that is not a power of two of at least 16, or some of the backward's
