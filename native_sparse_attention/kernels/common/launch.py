@@ -178,10 +178,15 @@ def row(table: dict[int, Any], size: int) -> Any:
     return next(value for limit, value in table.items() if size <= limit)
 
 
-def entry(tiles: dict[str, TileConfig], kernel: str) -> TileConfig:
-    """The tile config of a kernel in a row of the tables."""
+def entry(
+    tiles: dict[str, TileConfig], kernel: str, family: str, width: int, dtype: torch.dtype
+) -> TileConfig:
+    """The tile config of a kernel in a row of the tables; in float32 that of its family."""
+    tables = architecture()
+    if dtype == torch.float32:
+        tiles, kernel = row(tables.float32, width), family
     tile = tiles.get(kernel) or tiles.get(kernel.rpartition(".")[2]) or tiles[""]
-    return replace(tile, num_stages=min(tile.num_stages, architecture().max_stages))
+    return replace(tile, num_stages=min(tile.num_stages, tables.max_stages))
 
 
 def fit_head_group(kernel: str, groups: int, tile: TileConfig) -> TileConfig:
@@ -201,13 +206,10 @@ def flash_tile(
     the wider. Queries see many of the `keys` (`wide`) or a window of them."""
     if not wide and "." not in kernel:
         kernel = f"window.{kernel}"
-    tables = architecture()
-    most, cheaper = FEWER_KEYS.get(kernel, (-1, kernel))
-    tile = entry(row(tables.flash, width), cheaper if keys <= most else kernel)
-    if kernel.endswith("dkv") and groups <= FEW_HEADS and width <= 128:
-        tile = entry(tables.few_heads, kernel)
-    if dtype == torch.float32:
-        tile = entry(row(tables.float32, width), "flash")
+    tables, (most, cheaper) = architecture(), FEWER_KEYS.get(kernel, (-1, kernel))
+    is_few_heads = kernel.endswith("dkv") and groups <= FEW_HEADS and width <= 128
+    tiles = tables.few_heads if is_few_heads else row(tables.flash, width)
+    tile = entry(tiles, cheaper if keys <= most else kernel, "flash", width, dtype)
     return fit_head_group(kernel, groups, tile)
 
 
@@ -222,10 +224,8 @@ def query_major_tile(
 ) -> TileConfig:
     """The tile config of the query-major `kernel` "forward" or "dq". A tile has `rows` rows, of one
     selection or of a union (`is_union`)."""
-    tables = architecture()
-    tile = entry(row(row(tables.query_major, width), rows), kernel)
-    if dtype == torch.float32:
-        tile = entry(row(tables.float32, width), "query_major")
+    tiles = row(row(architecture().query_major, width), rows)
+    tile = entry(tiles, kernel, "query_major", width, dtype)
     tile = apply_overrides(f"{'union' if is_union else 'query_major'}.{kernel}", tile)
     return replace(tile, block_m=padded(rows))
 
@@ -305,10 +305,8 @@ def gluon_box(t: Tensor, shape: list[int]) -> Any:
 
 def key_major_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> TileConfig:
     """The tile config of the key-major `kernel` "forward" or "backward"."""
-    tables = architecture()
-    tile = entry(row(tables.key_major, width), f"one.{kernel}" if groups == 1 else kernel)
-    if dtype == torch.float32:
-        tile = entry(row(tables.float32, width), "key_major")
+    tiles, name = row(architecture().key_major, width), f"one.{kernel}" if groups == 1 else kernel
+    tile = entry(tiles, name, "key_major", width, dtype)
     return fit_head_group(f"key_major.{kernel}", groups, tile)
 
 
