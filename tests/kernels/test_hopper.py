@@ -131,7 +131,7 @@ def test_chunks(launches, monkeypatch, heads, D, n, T, number, dtype):
     "H, rule", [(32, launch.UnionRule(4, 1.6, 0)), (64, launch.UnionRule(2, 0.95, 0))]
 )
 def test_neighbours_that_are_alike(launches, H, rule, often):
-    """Some of them, or most, are read as their own unions; and dq is formed of these."""
+    """dq is formed of unions of some of them, or of most."""
     T, size = 640, rule.members
     call = draw("selected", BF16, heads=(H, 2, 128, 128), place=(T, T), n=3, **FORCED)
     indices = chosen(call).settings["block_indices"]

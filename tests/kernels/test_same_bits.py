@@ -67,7 +67,7 @@ APART = {**SM90, "union_sm90": False}
 # heads, tokens a ranking, importance, neighbours that are almost one, and what serves
 CASES = {
     "shared blocks": (32, 2, 1, "logits", 1, SM90),
-    "shared blocks and unions": (32, 2, 1, "logits", 16, {**SM90, "union": UNION}),
+    "shared blocks, dq by unions": (32, 2, 1, "logits", 16, {**SM90, "union": UNION}),
     "shared blocks of rankings": (8, 2, 4, "probs", 1, SM90),
     "unions": (32, 2, 1, "probs", 16, {**APART, "union": UNION}),
     "a tile a row": (32, 2, 4, "logits", 1, APART),

@@ -147,12 +147,11 @@ def ragged() -> None:
 
 
 def unions() -> None:
-    """Neighbours that chose the same blocks, united; and united for blocks that are shared."""
+    """Neighbours that chose the same blocks, as unions; and unions in the order of chunks."""
     with launch.using({"union": launch.UnionRule(4, 1.1, min_groups=0)}):
         lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
         selection = launch.Selection(lists, 5, 0, 0, True)
-        some = query_major.allocate_unions(selection, 12, DTYPE)
-        query_major.write_unions(selection, some, query_major.allocate(selection, 8, 4))
+        query_major.allocate(selection, 8, 4).write(selection)
         call = draw_call(
             "selected", DTYPE, place=(19, 19), heads=(12, 1, 24, 24), selection_block_size=5,
             num_local_blocks=0,
@@ -181,7 +180,7 @@ def means() -> None:
 
 
 def hopper() -> None:
-    """Neighbours that chose differently: blocks read once for all of them, some of them united."""
+    """Neighbours that chose differently: blocks read once for all of them; dq by unions of some."""
     with launch.using(FORMS["sm90"] | {"union": launch.UnionRule(4, 1.1, min_groups=0)}):
         for heads, T, stride in (
             ((12, 1, 128, 128), 131, 1), ((32, 2, 64, 64), 256, 1), ((16, 1, 128, 128), 131, 1),

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import combine
-from ..common import launch, streams
+from ..common import launch
 from ..common import primitives as steps
 from ..common.launch import Accumulator, BackwardInputs
 from ..common.precompile import launcher
@@ -117,19 +117,19 @@ def valid_block_indices(selection: launch.Selection, S: int) -> Tensor:
 
 
 class Plan(NamedTuple):
-    """How a pass reads the top-n blocks. Forward: key-major by `csr`, or by `shared` unions, else
-    query-major, as are groups that have `unions`. Backward: dk, dv and, if `is_key_major`, dq by
-    `csr`, in the kernels of the module `gluon` if any; else dq is query-major."""
+    """How a pass reads the top-n blocks. Forward: key-major by `csr`, or in the module `gluon`, or
+    query-major; both by `unions` if any. Backward: dk, dv and, if `is_key_major`, dq by `csr`, in
+    the kernels of the module `gluon` if any; else dq is query-major."""
 
     csr: key_major.CSR | None = None
     unions: query_major.Unions | None = None
-    shared: query_major.Unions | None = None
     is_key_major: bool = False
     gluon: Any = None
 
     def run(self, selection: launch.Selection) -> None:
         """Write the unions and the CSR."""
-        query_major.write_unions(selection, self.unions, self.shared)
+        if self.unions is not None:
+            self.unions.write(selection)
         if self.csr is not None:
             self.csr.write(selection.block_indices)
 
@@ -139,18 +139,15 @@ def plan_forward(inputs: Inputs) -> Plan | None:
     forward is query-major without unions."""
     if not inputs.selection.block_indices.numel():
         return None
-    shared = None
     if launch.supports_gluon(inputs.q):
         from . import union_sm90
 
-        shared = union_sm90.allocate_shared(inputs)
-    if shared is None and key_major.is_faster(inputs):
+        if union_sm90.is_supported(inputs):
+            return Plan(unions=union_sm90.allocate_unions(inputs), gluon=union_sm90)
+    if key_major.is_faster(inputs):
         return Plan(key_major.allocate(inputs, "forward", inputs.facts.F.G))
     unions = query_major.allocate_unions(inputs)
-    if shared is not None and unions is not None:
-        cost = max(unions.cost, union_sm90.OVERLAPPING)
-        unions = unions._replace(cost=cost, has_others=False)
-    return Plan(None, unions, shared) if shared is not None or unions is not None else None
+    return None if unions is None else Plan(unions=unions)
 
 
 def forward(
@@ -180,16 +177,9 @@ def forward(
             combine.forward([combined.cmp, out, combined.win], combined.gates, combined.out)
     elif plan.csr is not None:
         key_major.forward(inputs, plan.csr, outputs, flags)
-    elif plan.shared is None:
-        query_major.forward(inputs, plan.unions, norms, outputs, flags)
     else:
-        from . import union_sm90
-
-        with streams.forked(q.device) as side:
-            union_sm90.forward(inputs, plan.shared, norms, outputs, flags)
-            if plan.unions is not None:
-                with side:
-                    query_major.forward(inputs, plan.unions, norms, outputs, flags)
+        module = plan.gluon or query_major
+        module.forward(inputs, plan.unions, norms, outputs, flags)
     return out, lse
 
 

@@ -5,19 +5,18 @@ Rows of a tile are tokens x heads. Block indices [B T R n] are -1 for empty slot
 head groups of a token has G = H / R query heads. Tokens of an aligned group of `stride` share block
 indices.
 
-A union has the blocks of several neighbours, each once, with the neighbours that chose it. One
-launch reads the groups with enough overlap, by their unions; another reads the other groups, as may
-`union_sm90.py` by shared unions, whose blocks have an order for that kernel. A group has `members`
-consecutive members of one head group; a member is an aligned group of `stride` tokens. By
-`launch.UnionRule` the device decides which groups have a union. A packed block has the block in its
-low 32 bits, a bit per member in its high 32.
+A union has the blocks of a group, `members` neighbouring members of one head group; a member is an
+aligned group of `stride` tokens. A packed block has the block in its low 32 bits, a bit per member
+that chose it in its high 32. By `launch.UnionRule` the device decides which groups overlap enough
+to have a union: one launch reads these, another the other groups. For `union_sm90.py` all groups
+have one, whose blocks have an order for that kernel.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,24 +30,15 @@ from .inputs import Args, Backward, Facts, Inputs
 
 # comparisons of block indices of a program at most, and block indices of a one-warp program
 MAX_COMPARISONS, WARP_INDICES = 1 << 14, 256
-# blocks of a chunk of a shared union
+# blocks of a chunk of a union that `union_sm90.py` reads
 CHUNK = 3
 # rows of a tile from which the kernel subtracts the row bound rather than the running maximum
 BOUNDED_ROWS = 64
 # one compiled kernel for all lengths
-LENGTHS = ["T", "S", "start", "groups", "limit", "shared_limit", "shared_groups", "all_members"]
+LENGTHS = ["T", "S", "start", "groups", "limit", "members"]
 
-# compile-time settings of unions: a program has GROUPS groups of MEMBERS members. CHUNK is 0
-# without shared unions
-UnionSettings = namedtuple(
-    "UnionSettings", "R MEMBERS GROUPS STRIDE SLOTS CHUNK OVERLAPPING FLIPPED"
-)
-
-
-# packed blocks [B R groups limit] of each group's union, and their number [B R groups], 0 for a
-# group without a union; the members of a group; the cost of a block, relative to a block of one
-# member; and whether query-major kernels also read the groups without a union
-Unions = namedtuple("Unions", "blocks counts members cost has_others", defaults=(0.0, True))
+# compile-time settings of unions. CHUNK: all groups have a union, in the order of chunks
+UnionSettings = namedtuple("UnionSettings", "R MEMBERS STRIDE SLOTS CHUNK FLIPPED")
 
 
 @triton.jit
@@ -90,119 +80,74 @@ def store_by_chunks(blocks, c, holders, leads, size, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_selected_union(
-    block_indices, blocks, counts, shared, shared_counts, starts, start, T, n, limit, shared_limit,
-    groups, all_members, cost, F: tl.constexpr,
+    block_indices, blocks, counts, starts, start, T, n, limit, members, cost, F: tl.constexpr
 ):  # fmt: skip
-    """One program: GROUPS groups of MEMBERS members. With OVERLAPPING writes each group's union if
-    it has fewer than 1 / cost of the members' blocks, and its size, else 0. With a CHUNK also
-    writes the shared union of all groups and its size: -1 - size, for `nsa_selected_union_settle`,
-    if every group has a union; otherwise no group has one."""
-    MEMBERS: tl.constexpr = F.MEMBERS
-    SLOTS: tl.constexpr = F.SLOTS
-    ALL: tl.constexpr = F.GROUPS * MEMBERS * SLOTS
-    program, br, programs, _brs = steps.grid_position(F.FLIPPED)
+    """One program: a group. Writes its union and the size, with a CHUNK ordered by chunks; without,
+    a group with at least 1 / cost of the members' blocks has no union: its size is 0."""
+    ALL: tl.constexpr = F.MEMBERS * F.SLOTS
+    group, br, groups, _brs = steps.grid_position(F.FLIPPED)
     b, r = (br // F.R).to(tl.int64), br % F.R
     if starts is not None:
         start = tl.load(starts + b).to(tl.int32)
-    first = program * (F.GROUPS * MEMBERS * F.STRIDE) - start % F.STRIDE
+    first = group * (F.MEMBERS * F.STRIDE) - start % F.STRIDE
     i = tl.arange(0, ALL)
-    member = i // SLOTS
-    c = load_blocks(block_indices, b, r, first + member * F.STRIDE, i % SLOTS, T, F.R, n)
+    member = i // F.SLOTS
+    c = load_blocks(block_indices, b, r, first + member * F.STRIDE, i % F.SLOTS, T, F.R, n)
     holders = tl.full([ALL], 0, tl.int32)
     # few loops are unrolled: a program runs once, and unrolled code would have to be fetched
-    for peer in range(0, all_members):
+    for peer in range(0, members):
         same, token = c < -1, first + peer * F.STRIDE
         for first_slot in range(0, n, 4):
             for j in tl.static_range(4):
                 same |= c == load_blocks(block_indices, b, r, token, first_slot + j, T, F.R, n)
         holders |= tl.where(same, 1 << peer, 0)
 
-    lower_members = (1 << member) - 1
-    line = br.to(tl.int64)
+    # a block belongs to the first member that chose it
+    leads = (c >= 0) & ((holders & ((1 << member) - 1)) == 0)
+    size = tl.sum(leads.to(tl.int32), 0)
+    line = br.to(tl.int64) * groups + group
+    blocks += line * limit
     if F.CHUNK > 0:
-        # a block belongs to the first member that chose it
-        leads = (c >= 0) & ((holders & lower_members) == 0)
-        size = tl.sum(leads.to(tl.int32), 0)
-    if F.OVERLAPPING:
-        group_number = member // MEMBERS
-        members = (holders >> (group_number * MEMBERS)) & ((1 << MEMBERS) - 1)
-        leads_group = (c >= 0) & ((members & (lower_members >> (group_number * MEMBERS))) == 0)
-        GROUP_SHAPE: tl.constexpr = (F.GROUPS, MEMBERS * SLOTS)
-        group = program * F.GROUPS + tl.arange(0, F.GROUPS)
-        sizes = tl.sum(tl.reshape(leads_group.to(tl.int32), GROUP_SHAPE), 1)
-        num_chosen = tl.sum(tl.reshape((c >= 0).to(tl.int32), GROUP_SHAPE), 1)
-        sizes = tl.where(sizes * cost < num_chosen, sizes, 0)
-        if F.CHUNK > 0:
-            all_overlap = tl.min(tl.where(group < groups, sizes, 1), 0) > 0
-            sizes = tl.where(all_overlap, sizes, 0)
-        tl.store(counts + line * groups + group, sizes, mask=group < groups)
-        if tl.max(sizes, 0) > 0:
-            offset = tl.cumsum(tl.reshape(leads_group.to(tl.int32), GROUP_SHAPE), 1) - 1
-            offset += ((line * groups + group) * limit)[:, None]
-            packed = tl.reshape((members.to(tl.int64) << 32) | c, GROUP_SHAPE)
-            mask = tl.reshape(leads_group, GROUP_SHAPE) & (sizes > 0)[:, None]
-            tl.store(blocks + offset, packed, mask=mask)
-    if F.CHUNK > 0:
-        line = line * programs + program
-        store_by_chunks(shared + line * shared_limit, c, holders, leads, size, F.CHUNK)
-        if F.OVERLAPPING:
-            size = tl.where(all_overlap, -1 - size, size)
-        tl.store(shared_counts + line, size)
+        store_by_chunks(blocks, c, holders, leads, size, F.CHUNK)
+    else:
+        size = tl.where(size * cost < tl.sum((c >= 0).to(tl.int32), 0), size, 0)
+        if size > 0:
+            offset = tl.cumsum(leads.to(tl.int32), 0) - 1
+            tl.store(blocks + offset, (holders.to(tl.int64) << 32) | c, mask=leads)
+    tl.store(counts + line, size)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def nsa_selected_union_settle(counts, shared_counts, groups, shared_groups, BLOCK: tl.constexpr):
-    """One program. If groups of at least half of the shared unions have unions, they keep these and
-    the shared ones get size -1. Otherwise no group keeps a union."""
-    i = tl.arange(0, BLOCK)
-    overlapping = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, shared_groups, BLOCK):
-        size = tl.load(shared_counts + first + i, mask=first + i < shared_groups, other=0)
-        overlapping += (size < 0).to(tl.int32)
-    few = tl.sum(overlapping, 0) < shared_groups - tl.sum(overlapping, 0)
-    for first in range(0, shared_groups, BLOCK):
-        size = tl.load(shared_counts + first + i, mask=first + i < shared_groups, other=0)
-        size = tl.where(size < 0, tl.where(few, -1 - size, -1), size)
-        tl.store(shared_counts + first + i, size, mask=first + i < shared_groups)
-    for first in range(0, tl.where(few, groups, 0), BLOCK):
-        tl.store(counts + first + i, tl.zeros([BLOCK], tl.int32), mask=first + i < groups)
+class Unions(NamedTuple):
+    """Packed blocks [B R groups limit] of each group's union, and their number [B R groups], 0 for
+    a group without a union; the members of a group; the cost of a block, relative to a block of one
+    member, or 0 where all groups have a union, for `union_sm90.py`."""
+
+    blocks: Tensor
+    counts: Tensor
+    members: int
+    cost: float = 0.0
+
+    def write(self, selection: launch.Selection) -> None:
+        """Write the unions of the block indices."""
+        (B, T, R, n), groups = selection.block_indices.shape, self.counts.shape[2]
+        slots, chunk = launch.next_power_of_2(n), 0 if self.cost else CHUNK
+        grid, flipped = launch.grid(groups, B * R)
+        settings = UnionSettings(R, self.members, selection.stride, slots, chunk, flipped)
+        launcher(nsa_selected_union, grid)(
+            selection.block_indices, self.blocks, self.counts, selection.starts, selection.start, T,
+            n, self.blocks.shape[3], self.members, self.cost, settings,
+            num_warps=1 if self.members * slots <= (128 if chunk else WARP_INDICES) else 4,
+        )  # fmt: skip
 
 
 def allocate(selection: launch.Selection, members: int, limit: int, cost: float = 0.0) -> Unions:
-    """Unions of `members` members each, of `limit` blocks at most."""
+    """Unions of `members` members each, of `limit` blocks at most, unwritten."""
     indices = selection.block_indices
     B, _T, R, _n = indices.shape
     groups = launch.cdiv(selection.aligned, members * selection.stride)
     blocks = indices.new_empty(B, R, groups, limit, dtype=torch.int64)
     counts = indices.new_empty(B, R, groups, dtype=torch.int32)
     return Unions(blocks, counts, members, cost)
-
-
-def write_unions(
-    selection: launch.Selection, unions: Unions | None, shared: Unions | None = None
-) -> None:
-    """Writes the unions of groups with enough overlap, if any, and the `shared` unions."""
-    whole = unions if shared is None else shared
-    if whole is None:
-        return
-    (B, T, R, n), groups = selection.block_indices.shape, unions or whole
-    slots, chunk = launch.next_power_of_2(n), 0 if shared is None else CHUNK
-    grid, flipped = launch.grid(whole.counts.shape[2], B * R)
-    settings = UnionSettings(
-        R, groups.members, whole.members // groups.members, selection.stride, slots, chunk,
-        unions is not None, flipped,
-    )  # fmt: skip
-    launcher(nsa_selected_union, grid)(
-        selection.block_indices, groups.blocks, groups.counts, whole.blocks, whole.counts,
-        selection.starts, selection.start, T, n, groups.blocks.shape[3], whole.blocks.shape[3],
-        groups.counts.shape[2], whole.members, groups.cost, settings,
-        num_warps=1 if whole.members * slots <= (128 if chunk else WARP_INDICES) else 4,
-    )  # fmt: skip
-    if shared is not None and unions is not None:
-        launcher(nsa_selected_union_settle, (1,))(
-            unions.counts, shared.counts, unions.counts.numel(), shared.counts.numel(),
-            BLOCK=2048, num_warps=8,
-        )  # fmt: skip
 
 
 def allocate_unions(inputs: Inputs) -> Unions | None:
@@ -485,9 +430,8 @@ def launch_tiles(
 ) -> None:
     """Launch "forward" or "dq" for groups without a union and with one."""
     q, k, v, facts = inputs.q, inputs.k, inputs.v, inputs.facts
-    blocks, counts, members, _, has_others = unions or (None, None, 1, 0.0, True)
-    limits = ([0] if has_others else []) + ([] if blocks is None else [blocks.shape[3]])
-    for limit in limits:
+    blocks, counts, members, _ = unions or (None, None, 1, 0.0)
+    for limit in [0] if blocks is None else [0, blocks.shape[3]]:
         step = plan(kernel, facts, members, limit, **flags)
         F = step.args["F"]
         keys, values = (launch.keys_argument(t, F.BLOCK_N, F.TMA) for t in (k, v))

@@ -1,5 +1,5 @@
-"""The forward of the selected branch over shared unions, in Gluon for Hopper: a program reads each
-block that one of its tokens chose once.
+"""The forward of the selected branch over unions, in Gluon for Hopper: a program reads each block
+that one of its tokens chose once.
 
 A program has the queries of CONSUMERS x WARPS members of one head group, a member per warp: a
 token, or neighbours that share block indices. A producer warp copies the blocks of their union, one
@@ -41,9 +41,6 @@ ROWS, MEMBERS = 16, CONSUMERS.value * WARPS.value
 # blocks of a chunk; chunks of the ring; keys of a product; registers of a consumer thread
 CHUNK, CHUNKS, SLICE = gl.constexpr(query_major.CHUNK), gl.constexpr(2), gl.constexpr(16)
 REGISTERS = gl.constexpr(208)
-# cost of a union's block, at least: groups overlap if their members have more than this many times
-# the union's blocks. On an H200 both kernels took as long if two of four members were equal
-OVERLAPPING = 2.0
 # supported: slots of a head group; blocks of keys below the limit of `query_major.store_by_chunks`
 MAX_SLOTS, MAX_BLOCKS = 32, 1 << 18
 # tiles of a multiprocessor at least: with fewer, too many are idle during the last tiles
@@ -103,19 +100,18 @@ def produce(q, k, v, out, combine, unions, T, ring, F: gl.constexpr):
         n = gl.load(unions.counts + tile)
         offset = unions.blocks + tile.to(gl.int64) * unions.limit
         e, next_e = gl.load(offset, mask=n > 0, other=0), gl.load(offset + 1, mask=n > 1, other=0)
-        if n >= 0:
-            stage = turn % CHUNKS
-            if turn >= CHUNKS:
-                for i in gl.static_range(CHUNK):
-                    hopper.named_barrier("sync", stage * CHUNK + i, THREADS)
-            bar = ring.full.index(stage)
-            mbarrier.expect(bar, BYTES)
-            mbarrier.arrive(bar, count=CHUNK - 1)
-            for consumer in gl.static_range(CONSUMERS):
-                token = (group * CONSUMERS + consumer) * TOKENS
-                smem = rows_smem(q, ring, stage * CHUNK, consumer)
-                hopper.load_box(q, [b, token, r * F.G, 0], bar, smem)
-            turn += 1
+        stage = turn % CHUNKS
+        if turn >= CHUNKS:
+            for i in gl.static_range(CHUNK):
+                hopper.named_barrier("sync", stage * CHUNK + i, THREADS)
+        bar = ring.full.index(stage)
+        mbarrier.expect(bar, BYTES)
+        mbarrier.arrive(bar, count=CHUNK - 1)
+        for consumer in gl.static_range(CONSUMERS):
+            token = (group * CONSUMERS + consumer) * TOKENS
+            smem = rows_smem(q, ring, stage * CHUNK, consumer)
+            hopper.load_box(q, [b, token, r * F.G, 0], bar, smem)
+        turn += 1
         for j in range(0, n, CHUNK):
             stage = turn % CHUNKS
             bar = ring.full.index(stage)
@@ -135,7 +131,7 @@ def produce(q, k, v, out, combine, unions, T, ring, F: gl.constexpr):
             i = first + gl.arange(0, 32, LANES)
             token = group * CONSUMERS * TOKENS + i
             row = ((b * T + token).to(gl.int64) * F.R + r) * (F.G * E)
-            real = (i < CONSUMERS * TOKENS) & (token < T) & (n >= 0)
+            real = (i < CONSUMERS * TOKENS) & (token < T)
             if F.ADD:
                 hopper.fetch_rows(out, row, real, F.G * E * 2)
             if F.COMBINE:
@@ -174,7 +170,7 @@ def consume(
     queries, norms, unions, out, lse, combine, T, scale_log2, ring, CONSUMER: gl.constexpr,
     F: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warpgroup: attention of its members to their blocks. Skips negative sizes."""
+    """Consumer warpgroup: attention of its members to their blocks."""
     THREADS: gl.constexpr = (CONSUMERS * WARPS + 1) * 32
     TOKENS: gl.constexpr = queries.block_shape[1]
     GROUP: gl.constexpr = queries.block_shape[2]
@@ -192,51 +188,50 @@ def consume(
         e = gl.load(offset)  # unused without blocks
         if F.BOUNDED:
             longest_key = gl.load(norms + b * F.K + h)
-        if n >= 0:
-            stage = turn % CHUNKS
-            mbarrier.wait(ring.full.index(stage), (turn // CHUNKS) & 1)
-            q_tile = rows_smem(queries, ring, stage * CHUNK, CONSUMER).reshape([M, D])
-            q = q_tile.load(gl.DotOperandLayout(0, MMA, 2))
-            m = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
-            is_bounded = False
-            if F.BOUNDED:
-                x = q_tile.load(MMA).to(gl.float32)
-                bound = gl.sqrt(gl.sum(x * x, 1)) * longest_key
-                bound = bound * gl.abs(scale_log2)
-                is_bounded = gl.max(bound, 0) <= steps.LARGEST_BOUND
-                m = gl.where(is_bounded, bound, m)
-            fence_async_shared()  # order the loads before the next TMA write
-            for number in gl.static_range(CHUNK):
-                hopper.named_barrier("arrive", stage * CHUNK + number, THREADS)
-            turn += 1
+        stage = turn % CHUNKS
+        mbarrier.wait(ring.full.index(stage), (turn // CHUNKS) & 1)
+        q_tile = rows_smem(queries, ring, stage * CHUNK, CONSUMER).reshape([M, D])
+        q = q_tile.load(gl.DotOperandLayout(0, MMA, 2))
+        m = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+        is_bounded = False
+        if F.BOUNDED:
+            x = q_tile.load(MMA).to(gl.float32)
+            bound = gl.sqrt(gl.sum(x * x, 1)) * longest_key
+            bound = bound * gl.abs(scale_log2)
+            is_bounded = gl.max(bound, 0) <= steps.LARGEST_BOUND
+            m = gl.where(is_bounded, bound, m)
+        fence_async_shared()  # order the loads before the next TMA write
+        for number in gl.static_range(CHUNK):
+            hopper.named_barrier("arrive", stage * CHUNK + number, THREADS)
+        turn += 1
 
-            acc = gl.zeros([M, E], gl.float32, MMA)
-            l = gl.zeros([M], gl.float32, gl.SliceLayout(1, MMA))
-            # subtracts the row bound, or else the running maximum
-            for way in gl.static_range(0 if F.BOUNDED else 1, 2):
-                count = n
-                if F.BOUNDED:
-                    count = gl.where(is_bounded == (way == 0), n, 0)
-                for j in range(0, count, CHUNK):
-                    stage = turn % CHUNKS
-                    mbarrier.wait(ring.full.index(stage), (turn // CHUNKS) & 1)
-                    for i in range(CHUNK):
-                        chosen = ((e >> 32).to(gl.int32) >> member) & 1
-                        e = gl.load(offset + j + i + 1, mask=j + i + 1 < n, other=0)
-                        slot = stage * CHUNK + i
-                        if chosen != 0:
-                            acc, m, l = fold(
-                                q, ring.k.index(slot).reshape([BLOCK_N, D]),
-                                ring.v.index(slot).reshape([BLOCK_N, E]), acc, m, l, scale_log2,
-                                way == 0,
-                            )  # fmt: skip
-                        hopper.named_barrier("arrive", slot, THREADS)
-                    turn += 1
-            token = (group * CONSUMERS + CONSUMER) * TOKENS
-            hopper.finish(
-                acc, m, l, out, lse, combine, b, r, token, T, F.R, F.G, GROUP, WARPS, F.ADD,
-                F.COMBINE,
-            )  # fmt: skip
+        acc = gl.zeros([M, E], gl.float32, MMA)
+        l = gl.zeros([M], gl.float32, gl.SliceLayout(1, MMA))
+        # subtracts the row bound, or else the running maximum
+        for way in gl.static_range(0 if F.BOUNDED else 1, 2):
+            count = n
+            if F.BOUNDED:
+                count = gl.where(is_bounded == (way == 0), n, 0)
+            for j in range(0, count, CHUNK):
+                stage = turn % CHUNKS
+                mbarrier.wait(ring.full.index(stage), (turn // CHUNKS) & 1)
+                for i in range(CHUNK):
+                    chosen = ((e >> 32).to(gl.int32) >> member) & 1
+                    e = gl.load(offset + j + i + 1, mask=j + i + 1 < n, other=0)
+                    slot = stage * CHUNK + i
+                    if chosen != 0:
+                        acc, m, l = fold(
+                            q, ring.k.index(slot).reshape([BLOCK_N, D]),
+                            ring.v.index(slot).reshape([BLOCK_N, E]), acc, m, l, scale_log2,
+                            way == 0,
+                        )  # fmt: skip
+                    hopper.named_barrier("arrive", slot, THREADS)
+                turn += 1
+        token = (group * CONSUMERS + CONSUMER) * TOKENS
+        hopper.finish(
+            acc, m, l, out, lse, combine, b, r, token, T, F.R, F.G, GROUP, WARPS, F.ADD,
+            F.COMBINE,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -277,16 +272,16 @@ def is_supported(inputs: Inputs) -> bool:
     return aligned and fits and slots and enough and suits
 
 
-def allocate_shared(inputs: Inputs) -> Unions | None:
-    """Shared unions, unwritten; None if the kernel does not support the call."""
+def allocate_unions(inputs: Inputs) -> Unions:
+    """Unwritten unions of a supported call."""
     limit = min(MEMBERS * inputs.facts.F.n, inputs.facts.C)
-    return query_major.allocate(inputs.selection, MEMBERS, limit) if is_supported(inputs) else None
+    return query_major.allocate(inputs.selection, MEMBERS, limit)
 
 
 def forward(
     inputs: Inputs, unions: Unions, norms: Tensor | None, outputs: Args, flags: Args
 ) -> None:
-    """Writes `outputs`, arguments of the kernel, of groups without unions of their own."""
+    """Writes `outputs`, arguments of the kernel."""
     q, F, tiles = inputs.q, inputs.facts.F, unions.counts.numel()
     box, q_box = [1, F.s, 1, F.D], [1, WARPS.value * F.stride, ROWS // F.stride, F.D]
     if not tiles:

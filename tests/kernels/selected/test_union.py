@@ -35,7 +35,8 @@ def allocate_unions(selection, H, dtype=torch.float16):
 
 def make_unions(selection, H):
     unions = allocate_unions(selection, H)
-    query_major.write_unions(selection, unions)
+    if unions is not None:
+        unions.write(selection)
     return unions
 
 
@@ -145,13 +146,13 @@ if CUDA:
 )
 def test_selected(monkeypatch, dtype, heads, settings):
     """Groups with a union and groups without in one call; twice the same, bit for bit."""
-    counts, write = [], query_major.write_unions
+    counts, write = [], query_major.Unions.write
 
-    def record(selection, unions, *args):
-        write(selection, unions, *args)
+    def record(unions, selection):
+        write(unions, selection)
         counts.append((unions.counts > 0).tolist())
 
-    monkeypatch.setattr(query_major, "write_unions", record)
+    monkeypatch.setattr(query_major.Unions, "write", record)
     monkeypatch.setattr(query_major, "plan", query_major.plan.__wrapped__)  # not cached
     B, T, S, n, s = (2, 301, 504, 13, 4) if CUDA else (1, 14, 60, 3, 4)
     at = {"num_initial": 0, "num_local": 1, "causal": True, "stride": 1, "starts": None}
@@ -196,21 +197,8 @@ def test_selected(monkeypatch, dtype, heads, settings):
     assert all(torch.equal(a, b) for a, b in zip(*runs))
 
 
-def write_shared(selection, blocks, unions=None):
-    shared = query_major.allocate(selection, 8, min(8 * selection.block_indices.shape[3], blocks))
-    query_major.write_unions(selection, unions, shared)
-    return shared
-
-
-def members_of(unions, place):
-    entries = unions.blocks[place][: max(int(unions.counts[place]), 0)].tolist()
-    members = {e & 0xFFFFFFFF: e >> 32 for e in entries}
-    assert len(members) == len(entries)
-    return members
-
-
 @pytest.mark.parametrize("n, T, blocks", [(5, 37, 40), (1, 8, 3), (13, 19, 13)])
-def test_shared(n, T, blocks):
+def test_unions_in_chunks(n, T, blocks):
     """All blocks of 8 neighbours, each once, with those that chose it; in an order in which fewer
     blocks of a chunk have a member in common than in the order of blocks."""
     B, R = 2, 2
@@ -219,7 +207,8 @@ def test_shared(n, T, blocks):
         count = int(torch.randint(n + 1, ()))
         lists[b, t, r, :count] = torch.randperm(blocks)[:count].int()
     selection = Selection(lists.to(DEVICE), 8, 0, 1, True)
-    unions = write_shared(selection, blocks)
+    unions = query_major.allocate(selection, 8, min(8 * n, blocks))
+    unions.write(selection)
 
     def conflicts(members):
         size = query_major.CHUNK
@@ -228,37 +217,8 @@ def test_shared(n, T, blocks):
 
     ordered, by_block = 0, 0
     for place, members in expected(selection, UnionRule(8, 0.0, min_groups=0)).items():
-        assert members_of(unions, place) == members
-        ordered += conflicts(list(members_of(unions, place).values()))
+        entries = unions.blocks[place][: unions.counts[place]].tolist()
+        assert sorted((e & 0xFFFFFFFF, e >> 32) for e in entries) == sorted(members.items())
+        ordered += conflicts([e >> 32 for e in entries])
         by_block += conflicts([members[c] for c in sorted(members)])
     assert ordered <= by_block
-
-
-@pytest.mark.slow(one_of=2)
-@pytest.mark.parametrize("most", [False, True], ids=["few overlap", "most overlap"])
-def test_shared_and_overlapping(most):
-    """Groups of 8 of which both halves have a union are left to those halves if they are most of
-    all groups; otherwise there are only shared unions."""
-    n, T, blocks = 5, 45, 15
-    lists = draw_lists(2, T, 2, n, blocks)
-    if most:
-        lists[:, 4:40] = lists[:, :1]
-    selection = Selection(lists, 8, 0, 1, True)
-    with launch.using({"union": RULE}):
-        alone = make_unions(selection, 8)
-        overlapping = allocate_unions(selection, 8)
-    unions = write_shared(selection, blocks, overlapping)
-    members = expected(selection, UnionRule(8, 0.0, min_groups=0))
-
-    def halves(b, r, group):
-        last = min(2 * group + 2, alone.counts.shape[2])
-        return [(b, r, half) for half in range(2 * group, last)]
-
-    left = {place for place in members if all(alone.counts[half] > 0 for half in halves(*place))}
-    assert 0 < len(left) < len(members) and (2 * len(left) >= len(members)) == most
-    for place in members:
-        is_left = most and place in left
-        for half in halves(*place):
-            assert members_of(overlapping, half) == (members_of(alone, half) if is_left else {})
-        assert members_of(unions, place) == ({} if is_left else members[place])
-        assert unions.counts[place] == (-1 if is_left else len(members[place]))
