@@ -67,21 +67,6 @@ def probabilities(s, scale_log2, lse, delta, GATED: gl.constexpr):
     return p
 
 
-@gluon.jit
-def fetch_rows(base, row, real, BYTES: gl.constexpr):
-    """Prefetch rows of a tensor, BYTES each, into the L2 cache."""
-    gl.inline_asm_elementwise(
-        """{
-            .reg .pred p;
-            setp.ne.b32 p, $2, 0;
-            @p cp.async.bulk.prefetch.L2.global [$1], $3;
-            mov.u32 $0, 0;
-        }""", "=r,l,r,r",
-        [base + row, real.to(gl.int32), gl.full(row.shape, BYTES, gl.int32, row.type.layout)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @gluon.constexpr_function
 def flat(warps, width):
     """Layout of a tile with 16 rows per warp: as a product's accumulator, but a thread holds 8

@@ -86,12 +86,10 @@ def rows_smem(q, ring, slot, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def produce(q, k, v, out, combine, unions, T, ring, F: gl.constexpr):
+def produce(q, k, v, unions, ring, F: gl.constexpr):
     """Producer warp. Copies each tile's queries, a consumer's to the slots of keys or of values,
-    then its blocks. Prefetches the rows that the epilogue reads into L2."""
+    then its blocks."""
     TOKENS: gl.constexpr = q.block_shape[1]
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    E: gl.constexpr = v.block_shape[3]
     THREADS: gl.constexpr = (CONSUMERS * WARPS + 1) * 32
     BYTES: gl.constexpr = k.block_shape[1] * (k.block_shape[3] + v.block_shape[3]) * 2
     turn = 0
@@ -127,16 +125,6 @@ def produce(q, k, v, out, combine, unions, T, ring, F: gl.constexpr):
                 e = next_e
                 next_e = gl.load(offset + j + i + 2, mask=j + i + 2 < n, other=0)
             turn += 1
-        for first in gl.static_range(0, CONSUMERS * TOKENS, 32):
-            i = first + gl.arange(0, 32, LANES)
-            token = group * CONSUMERS * TOKENS + i
-            row = ((b * T + token).to(gl.int64) * F.R + r) * (F.G * E)
-            real = (i < CONSUMERS * TOKENS) & (token < T)
-            if F.ADD:
-                hopper.fetch_rows(out, row, real, F.G * E * 2)
-            if F.COMBINE:
-                hopper.fetch_rows(combine.cmp, row, real, F.G * E * 2)
-                hopper.fetch_rows(combine.win, row, real, F.G * E * 2)
     # complete every barrier
     for chunk in range(gl.maximum(turn - CHUNKS, 0), turn):
         for i in gl.static_range(CHUNK):
@@ -250,7 +238,7 @@ def nsa_selected_fwd_union_sm90(
         [
             (consume, (q, norms, unions, out, lse, combine, T, scale_log2, ring, 0, F)),
             (consume, (q, norms, unions, out, lse, combine, T, scale_log2, ring, 1, F)),
-            (produce, (q, k, v, out, combine, unions, T, ring, F)),
+            (produce, (q, k, v, unions, ring, F)),
         ],
         [WARPS, 1],
         [REGISTERS, 24],
