@@ -177,9 +177,10 @@ def forward(
             combine.forward([combined.cmp, out, combined.win], combined.gates, combined.out)
     elif plan.csr is not None:
         key_major.forward(inputs, plan.csr, outputs, flags)
+    elif plan.gluon is not None:
+        plan.gluon.forward(inputs, plan.unions, norms, outputs, flags)
     else:
-        module = plan.gluon or query_major
-        module.forward(inputs, plan.unions, norms, outputs, flags)
+        query_major.forward(inputs, plan.unions, outputs, flags)
     return out, lse
 
 

@@ -32,8 +32,6 @@ from .inputs import Args, Backward, Facts, Inputs
 MAX_COMPARISONS, WARP_INDICES = 1 << 14, 256
 # blocks of a chunk of a union that `union_sm90.py` reads
 CHUNK = 3
-# rows of a tile from which the kernel subtracts the row bound rather than the running maximum
-BOUNDED_ROWS = 64
 # one compiled kernel for all lengths
 LENGTHS = ["T", "S", "start", "groups", "limit", "members"]
 
@@ -282,8 +280,7 @@ def slot_gates(gates, bt, r, j0, real, F: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_selected_fwd_query_major(
-    q, k, v, norms, index, out, lse, combine, T, S, start, groups, scale_log2, cap,
-    F: tl.constexpr,
+    q, k, v, index, out, lse, combine, T, S, start, groups, scale_log2, cap, F: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of tokens that share block indices, or a union. Writes out and lse, with
     ADD combined with the previous ones; with COMBINE also the layer's output."""
@@ -300,14 +297,6 @@ def nsa_selected_fwd_query_major(
             acc = tl.full([F.BLOCK_M, F.BLOCK_E], 0.0, tl.float32)
             m = tl.full([F.BLOCK_M], float("-inf"), tl.float32)
             l = tl.full([F.BLOCK_M], 0.0, tl.float32)
-        large_logits = True
-        if F.BOUNDED:
-            m, factor, large_logits = steps.measured_from(
-                q_tile, norms, b * F.K + h, scale_log2, F.s, m, not F.ADD
-            )
-            if F.ADD:
-                l *= factor
-                acc *= factor[:, None]
 
         for j0 in range(0, length * F.BLOCK_S, F.BLOCK_N):
             k_tile, v_tile, key, valid, packed = tile_keys(k, v, b, h, blocks, j0, length, S, F)
@@ -321,9 +310,8 @@ def nsa_selected_fwd_query_major(
                 logits *= slot_gates(index.gates, b * T + token, r, j0, real, F)
             logits, bias = mask_logits(logits, packed, key, valid, start + token, ends, F)
             acc, m, l = steps.scaled_step(
-                logits, unit_scale, bias, v_tile, acc, m, l, large_logits, lse, j0, F.BOUNDED,
-                "ieee",
-            )  # fmt: skip
+                logits, unit_scale, bias, v_tile, acc, m, l, True, lse, j0, False, "ieee"
+            )
 
         acc = steps.store_softmax(out, lse, row, acc, m, l, F.E, F.BLOCK_E, real)
         if F.COMBINE:
@@ -392,9 +380,7 @@ KERNELS = {"forward": nsa_selected_fwd_query_major, "dq": nsa_selected_dq_query_
 
 
 @functools.lru_cache(maxsize=256)
-def plan(
-    kernel: str, facts: Facts, members: int, limit: int, has_norms: bool = False, **flags: bool
-) -> launch.Plan:
+def plan(kernel: str, facts: Facts, members: int, limit: int, **flags: bool) -> launch.Plan:
     """The launch of "forward" or "dq": of groups of `members` that have a union of up to `limit`
     blocks, or with a limit of 0 of the other groups."""
     F, s, is_union = facts.F, facts.F.s, limit > 0
@@ -415,8 +401,6 @@ def plan(
         TMA=facts.tma and block_n <= min(block_s, launch.MAX_BOX_ROWS),
         # a row sees all keys of a tile or none
         WHOLE=block_n <= block_s == s and facts.whole,
-        # small tiles wait for keys, not for the running maximum
-        BOUNDED=has_norms and not F.GATES and tile.block_m >= BOUNDED_ROWS,
         FLIPPED=flipped, **flags,
     )  # fmt: skip
     num_stages = tile.num_stages
@@ -442,15 +426,11 @@ def launch_tiles(
         )  # fmt: skip
 
 
-def forward(
-    inputs: Inputs, unions: Unions | None, norms: Tensor | None, outputs: Args, flags: Args
-) -> None:
+def forward(inputs: Inputs, unions: Unions | None, outputs: Args, flags: Args) -> None:
     """Writes `outputs`, arguments of the kernel."""
-    launch_tiles(
-        "forward", inputs, unions, flags | dict(has_norms=norms is not None), norms=norms,
-        scale_log2=inputs.scale * launch.LOG2_E, cap=launch.cap(inputs.selection.soft_cap),
-        **outputs,
-    )  # fmt: skip
+    cap = launch.cap(inputs.selection.soft_cap)
+    scale_log2 = inputs.scale * launch.LOG2_E
+    launch_tiles("forward", inputs, unions, flags, scale_log2=scale_log2, cap=cap, **outputs)
 
 
 def backward_q(

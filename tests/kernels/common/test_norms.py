@@ -9,9 +9,7 @@ from tests.helpers.budget import CUDA, DEVICE, assert_right, draw
 from tests.helpers.calls import draw as draw_call
 
 pytest.importorskip("triton")
-from native_sparse_attention.kernels.common import key_norms, launch
-from native_sparse_attention.kernels.common.launch import UnionRule
-from native_sparse_attention.kernels.selected import query_major
+from native_sparse_attention.kernels.common import key_norms
 
 pytestmark = pytest.mark.kernels
 DTYPE = torch.bfloat16 if CUDA else torch.float32
@@ -21,11 +19,8 @@ HEADS = (4, 2, 16, 16)
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
-    """Also what the interpreter can run, and lists that are united."""
+    """Also what the interpreter can run."""
     monkeypatch.setattr(key_norms, "BOUNDED_DTYPES", (DTYPE,))
-    monkeypatch.setattr(query_major, "BOUNDED_ROWS", 1)
-    monkeypatch.setattr(query_major, "plan", query_major.plan.__wrapped__)  # not cached
-    monkeypatch.setitem(launch.override, "union", UnionRule(2, 1.6, min_groups=0))
 
 
 def sized(q, size):
