@@ -6,10 +6,9 @@ Every reduction has a fixed order.
 A CSR, the block indices [B T R n] transposed, has the queries that chose each block. A pair (query,
 block) is the flat index e of a slot: slot e % n of head group e // n % R of token e // (n R). A
 chunk has some tokens and some KV heads. Pairs are sorted by chunk and by block, stably. The pairs
-of a block are cut into work tiles of `tile_pairs` pairs; one program runs one work tile. Work tiles
-are sorted by block, or the longest first within every TILE_BLOCKS blocks: concurrent tiles then
-have similar lengths, and the last ones are short. Sizes depend on shapes alone, so the host never
-waits for the GPU.
+of a block are cut into work tiles of `tile_pairs` pairs; one program runs one work tile. Those of
+every TILE_BLOCKS blocks are sorted, the longest first: concurrent tiles then have similar lengths,
+and the last ones are short. Sizes depend on shapes alone, so the host never waits for the GPU.
 
 The sort is a counting sort. A line is the block indices of one batch row and KV head in one chunk,
 cut into splits of tokens. A program ranks the pairs of its split within each block. A pair's index
@@ -121,7 +120,7 @@ def nsa_csr_count(
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_csr_work_tiles(
     split_counts, offsets, partial_offsets, owner, ordinals, offsets_stride, C, splits, blocks,
-    tile_pairs, capacity, max_tiles, LONGEST: tl.constexpr,
+    tile_pairs, capacity, max_tiles,
 ):  # fmt: skip
     """One program: a chunk of at most `capacity` pairs. Replaces counts by their exclusive prefix
     sums over splits; writes offsets and work tiles."""
@@ -150,24 +149,23 @@ def nsa_csr_work_tiles(
         tl.store(offsets + block, begin + tl.cumsum(block_count, 0) - block_count, mask=real)
         first_partial = partials + tl.cumsum(block_partials, 0) - block_partials
         tl.store(partial_offsets + block, first_partial, mask=real)
-        ordered_tiles = num_tiles  # work tiles of each block that are sorted by block
-        if LONGEST:  # full work tiles; the others follow by length class
-            ordered_tiles = block_count // tile_pairs
-            remainder = block_count - ordered_tiles * tile_pairs
-            length_class = (tile_pairs - 1 - remainder) * CLASSES // tile_pairs
-            length_class = tl.where(remainder > 0, length_class, -1)
-            is_class = length_class[:, None] == tl.arange(0, CLASSES)[None]
-            class_ranks = tl.cumsum(is_class.to(tl.int32), 0)
-            class_counts = tl.sum(is_class.to(tl.int32), 0)
-            offset = work_tiles + tl.sum(ordered_tiles, 0) + tl.cumsum(class_counts, 0)
-            offset = (offset - class_counts)[None] + class_ranks - 1
-            offset = tl.sum(tl.where(is_class, offset, 0), 1)
-            tl.store(owner + offset, block, mask=remainder > 0)
-            tl.store(ordinals + offset, ordered_tiles, mask=remainder > 0)
-        offset = work_tiles + tl.cumsum(ordered_tiles, 0) - ordered_tiles
-        for i in range(0, tl.max(ordered_tiles, 0)):
-            tl.store(owner + offset + i, block, mask=i < ordered_tiles)
-            tl.store(ordinals + offset + i, tl.zeros_like(block) + i, mask=i < ordered_tiles)
+        # full work tiles; the others follow by length class
+        full_tiles = block_count // tile_pairs
+        offset = work_tiles + tl.cumsum(full_tiles, 0) - full_tiles
+        for i in range(0, tl.max(full_tiles, 0)):
+            tl.store(owner + offset + i, block, mask=i < full_tiles)
+            tl.store(ordinals + offset + i, tl.zeros_like(block) + i, mask=i < full_tiles)
+        remainder = block_count - full_tiles * tile_pairs
+        length_class = (tile_pairs - 1 - remainder) * CLASSES // tile_pairs
+        length_class = tl.where(remainder > 0, length_class, -1)
+        is_class = length_class[:, None] == tl.arange(0, CLASSES)[None]
+        class_ranks = tl.cumsum(is_class.to(tl.int32), 0)
+        class_counts = tl.sum(is_class.to(tl.int32), 0)
+        offset = work_tiles + tl.sum(full_tiles, 0) + tl.cumsum(class_counts, 0)
+        offset = (offset - class_counts)[None] + class_ranks - 1
+        offset = tl.sum(tl.where(is_class, offset, 0), 1)
+        tl.store(owner + offset, block, mask=remainder > 0)
+        tl.store(ordinals + offset, full_tiles, mask=remainder > 0)
         begin += tl.sum(block_count, 0)
         partials += tl.sum(block_partials, 0)
         work_tiles += tl.sum(num_tiles, 0)
@@ -206,7 +204,7 @@ def nsa_csr_scatter(
 class CSR:
     """The CSR of block indices [B T R n] of every `pair_tokens`-th token, unwritten, with B x
     num_heads x num_blocks blocks, in chunks of `length` tokens and `heads` KV heads, a divisor of
-    `num_heads`. Work tiles are sorted by block, or the `longest` first."""
+    `num_heads`."""
 
     def __init__(
         self,
@@ -216,13 +214,11 @@ class CSR:
         tile_pairs: int,
         length: int,
         heads: int,
-        longest: bool = False,
         pair_tokens: int = 1,
     ) -> None:
         B, T, R, n = block_indices.shape
-        self.num_heads, self.tile_pairs, self.longest = num_heads, tile_pairs, longest
+        self.num_heads, self.tile_pairs, self.pair_tokens = num_heads, tile_pairs, pair_tokens
         self.length, self.heads, self.blocks = length, heads, B * heads * num_blocks
-        self.pair_tokens = pair_tokens
         chunks, token_pairs = num_heads // heads * launch.cdiv(T, length), R // num_heads * n
         self.capacity = B * heads * min(length, T) * token_pairs  # pairs of a chunk, at most
         full_tiles = self.capacity // tile_pairs
@@ -265,7 +261,7 @@ class CSR:
         launcher(nsa_csr_work_tiles, (len(self.offsets),))(
             self.split_counts, self.offsets, self.partial_offsets, self.owner, self.ordinals,
             self.offsets.stride(0), C, splits, self.blocks, self.tile_pairs, self.capacity,
-            self.max_tiles, self.longest, num_warps=16, num_stages=1,
+            self.max_tiles, num_warps=16, num_stages=1,
         )  # fmt: skip
         launcher(nsa_csr_scatter, (lines, splits))(
             block_indices, self.pair_indices, self.split_counts, self.offsets, self.pairs,
@@ -316,9 +312,7 @@ def allocate(inputs: Inputs, kernel: str, pair_rows: int, pair_tokens: int = 1) 
     elif pair_rows:
         max_tile_rows = max(max_tile_rows, MIN_DQ_TILE_ROWS)
     tile_pairs = max(max_tile_rows // groups, 1)
-    # the forward's work tiles are short, and sorted by block they reuse the cache
-    is_longest_first = kernel == "backward"
-    return CSR(block_indices, K, blocks, tile_pairs, length, heads, is_longest_first, pair_tokens)
+    return CSR(block_indices, K, blocks, tile_pairs, length, heads, pair_tokens)
 
 
 @triton.jit

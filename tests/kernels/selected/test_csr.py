@@ -34,11 +34,10 @@ def numbered(monkeypatch, runnable):
         monkeypatch.setattr(key_major, "COUNT_PAIRS", interpreter.OWN["COUNT_PAIRS"])
 
 
-@pytest.mark.parametrize("longest", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_pairs_and_work_tiles(case, longest):
-    """Pairs are sorted by block, stably. Every pair is in one work tile of its block; work tiles
-    are sorted by block, or the longest of some blocks first."""
+def test_pairs_and_work_tiles(case):
+    """Pairs are sorted by block, stably. Every pair is in one work tile of its block; the longest
+    work tiles of some blocks are first."""
     B, T, R, n, K, C, tile_pairs, length, heads = case
     block_indices = torch.randint(-1, C, (B, T, R, n), dtype=torch.int32, device=DEVICE)
     token, head = torch.arange(T, device=DEVICE), torch.arange(R, device=DEVICE) * K // R
@@ -48,7 +47,7 @@ def test_pairs_and_work_tiles(case, longest):
     block = torch.where(block_indices >= 0, line[..., None] * C + block_indices, -1).view(-1)
     order = block.argsort(stable=True)
     order = order[block[order] >= 0]
-    table = key_major.CSR(block_indices, K, C, tile_pairs, length, heads, longest)
+    table = key_major.CSR(block_indices, K, C, tile_pairs, length, heads)
     table.write(block_indices)
     chunks = list(table.chunks())
     expected = [(h, t) for h in range(0, K, heads) for t in range(0, T, length)]
@@ -76,14 +75,12 @@ def test_pairs_and_work_tiles(case, longest):
         owners = torch.arange(blocks, device=DEVICE).repeat_interleave(num_tiles)
         first_tiles = num_tiles.cumsum(0) - num_tiles
         numbers = torch.arange(count, device=DEVICE) - first_tiles[owners]
-        if longest:
-            lengths = (chunk_counts[owner] - ordinals * tile_pairs).clamp(max=tile_pairs)
-            together = owner // key_major.TILE_BLOCKS.value
-            assert (together.diff() >= 0).all()
-            shorter = lengths.diff() < tile_pairs / key_major.CLASSES.value
-            assert (shorter | (together.diff() > 0)).all()
-            work_tiles = work_tiles.unique(dim=0)
-        assert torch.equal(work_tiles, torch.stack((owners, numbers), 1))
+        lengths = (chunk_counts[owner] - ordinals * tile_pairs).clamp(max=tile_pairs)
+        together = owner // key_major.TILE_BLOCKS.value
+        assert (together.diff() >= 0).all()
+        shorter = lengths.diff() < tile_pairs / key_major.CLASSES.value
+        assert (shorter | (together.diff() > 0)).all()
+        assert torch.equal(work_tiles.unique(dim=0), torch.stack((owners, numbers), 1))
         several = torch.where(num_tiles > 1, num_tiles, 0)
         assert torch.equal(partial_offsets.diff().long(), several)
 
