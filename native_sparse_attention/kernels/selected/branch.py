@@ -143,7 +143,10 @@ def plan_forward(inputs: Inputs) -> Plan | None:
         from . import union_sm90
 
         if union_sm90.is_supported(inputs):
-            return Plan(unions=union_sm90.allocate_unions(inputs), gluon=union_sm90)
+            members = union_sm90.MEMBERS
+            limit = min(members * inputs.facts.F.n, inputs.facts.C)
+            unions = query_major.allocate(inputs.selection, members, limit)
+            return Plan(unions=unions, gluon=union_sm90)
     if key_major.is_faster(inputs):
         return Plan(key_major.allocate(inputs, "forward", inputs.facts.F.G))
     unions = query_major.allocate_unions(inputs)
@@ -213,10 +216,8 @@ def forced_backward_kv(inputs: Inputs, bwd: BackwardInputs) -> tuple[Tensor, Ten
     return reduce_partials(partials, k, v)
 
 
-def topn_backward_q(
-    inputs: Inputs, bwd: BackwardInputs, dq: Accumulator, plan: Plan
-) -> Tensor | None:
-    """Accumulates query-major dq of the top-n blocks. Returns the gates' gradient or None."""
+def topn_backward_q(inputs: Inputs, bwd: BackwardInputs, dq: Accumulator, plan: Plan) -> Any:
+    """Accumulates query-major dq of the top-n blocks. Returns the gates' gradient, if any."""
     if plan.is_key_major or not inputs.facts.F.n:
         gates = inputs.selection.gates
         return None if gates is None else torch.zeros_like(gates)

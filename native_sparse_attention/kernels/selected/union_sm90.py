@@ -260,12 +260,6 @@ def is_supported(inputs: Inputs) -> bool:
     return aligned and fits and slots and enough and suits
 
 
-def allocate_unions(inputs: Inputs) -> Unions:
-    """Unwritten unions of a supported call."""
-    limit = min(MEMBERS * inputs.facts.F.n, inputs.facts.C)
-    return query_major.allocate(inputs.selection, MEMBERS, limit)
-
-
 def forward(
     inputs: Inputs, unions: Unions, norms: Tensor | None, outputs: Args, flags: Args
 ) -> None:

@@ -427,9 +427,6 @@ def nsa_topk_softmax_mass(
     topn.write_block_indices(indices, out, leader_indices, b, r, token, T, RANKS, F)
 
 
-# launch
-
-
 @functools.lru_cache(maxsize=1024)
 def plan(
     q: Layout, ck: Layout, ranks: int, n: int, num_ranked: int, has_documents: bool, config: Any,

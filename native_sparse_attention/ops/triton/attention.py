@@ -395,10 +395,9 @@ def backward_branches(
             streams.wait(device, ready)
             selected.topn_backward_q(inputs, sel, dq, plan)
 
-    if selection.gates is not None and t.gates is not None:
+    if t.gates is not None:
         d_gates = selected.topn_backward_q(inputs, sel, dq, plan)
-        if d_gates is not None:
-            grads["gates"] = d_gates[..., : t.gates.shape[-1]]
+        grads["gates"] = d_gates[..., : t.gates.shape[-1]]
     with streams.forked(device, urgent=True) as prefetch, streams.forked(device) as side:
         with prefetch:
             plan.run(selection)
