@@ -51,8 +51,8 @@ class SparseLayer(DynamicLayer):
 
     def __init__(self, l: int = 1, d: int = 1, **unknown: Any) -> None:
         super().__init__()
-        self.keys: Tensor
-        self.values: Tensor
+        self.keys: Any
+        self.values: Any
         self.windows = (l, d)
         self.stores: dict[str, Tensor] = {}
 

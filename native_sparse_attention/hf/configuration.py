@@ -20,7 +20,7 @@ from ..checks import (
     check_number,
     describe,
 )
-from ..config import SELECTION, NSAConfig
+from ..config import NSAConfig
 from ..presets import preset
 from ..ranking import WEIGHTS
 
@@ -38,8 +38,13 @@ USUAL = {f.name: f.default for f in fields(NSAConfig)}
 # score of a block
 DEFAULTS = {
     name: (USUAL | preset("one-softmax"))[name]
-    for name in (*SELECTION, "dense_length", "use_diff_topk", "backend")
-}
+    for name in (
+        "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
+        "num_selected_blocks", "importance", "interpolated_importance_score", "num_initial_blocks",
+        "num_local_blocks", "selection_stride", "query_heads_share_selected_kv", "dense_length",
+        "use_diff_topk", "backend",
+    )
+}  # fmt: skip
 FIXED: dict[str, Any] = dict(
     branches=("selected",), causal=True, rank_rotated=True, scale=None, soft_cap=None,
     attention_sinks=False, recompute=False, block_sizes=None,
