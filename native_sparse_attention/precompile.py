@@ -10,7 +10,6 @@ from .attention import SparseAttention
 from .checks import check_bools, check_device, check_int, describe
 from .compress import MeanPool
 from .config import NSAConfig
-from .ops.triton.attention import compile_ahead
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -62,6 +61,8 @@ def warmup(
         raise ValueError(f"device must be a CUDA device, got {describe(device)}")
     if not torch.cuda.is_available() or config.backend not in ("auto", "triton"):
         return 0
+    from .kernels.common.precompile import compile_ahead
+
     # compression networks run no kernels of this library
     layer = SparseAttention.from_config(config, compress_mlp=MeanPool()).to(device, dtype)
 

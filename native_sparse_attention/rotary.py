@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from .checks import check_number, describe
-from .ops.triton.elementwise import Heads, ProjectedHeads
+from .ops.triton.elementwise import ProjectedHeads
 from .ops.triton.elementwise import rotate as run_kernel
 from .ops.triton.operator import needs_gradient
 
@@ -199,12 +199,13 @@ def rotated_heads(
     dim_head: int,
     positions: Tensor | None,
     backend: str,
-) -> Heads | None:
-    """Queries and keys [b h n d] of a projection's output [b n (h + 2 k) d], rotated and raw, and
-    values. None if the caller should use `rotate`."""
+) -> tuple[Tensor, ...] | None:
+    """`ProjectedHeads` of a projection's output [b n (h + 2 k) d]. None if the caller should use
+    `rotate`."""
     if rotary is None or not supports_kernels(rotary, backend):
         return None
     if torch.compiler.is_compiling() or not needs_gradient((qkv,)):  # one launch would not help
         return None
     shape, factor = (heads, dim_head), float(rotary.interpolate_factor)
-    return Heads(*ProjectedHeads.apply(qkv, *shape, exact_frequencies(rotary), positions, factor))
+    freqs = exact_frequencies(rotary)
+    return ProjectedHeads.apply(qkv, *shape, freqs, positions, factor)  # type: ignore[no-any-return]

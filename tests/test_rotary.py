@@ -147,7 +147,7 @@ def test_learned_frequencies_and_second_derivatives():
     rotary, qkv = Rotary(16).to(DEVICE), torch.randn(1, 3, 80, device=DEVICE, requires_grad=True)
     outs = rotated_heads(rotary, qkv, 3, 16, None, "triton")
     with pytest.raises(NotImplementedError, match="rotary embedding give first derivatives only"):
-        torch.autograd.grad(outs.q.square().sum(), qkv, create_graph=True)
+        torch.autograd.grad(outs[0].square().sum(), qkv, create_graph=True)
     rotary.freqs = nn.Parameter(rotary.freqs)
     assert rotated_heads(rotary, qkv, 3, 16, None, "triton") is None
     out = rotate(rotary, draw(), 5, None, "triton")[0]

@@ -26,15 +26,7 @@ from ..ops.reference import Visibility
 from ..ops.triton.backend import why_not
 from ..varlen import Move
 from .cache import kept_means
-from .configuration import (
-    DEFAULTS,
-    FIXED,
-    KEY,
-    NAME,
-    REPLACED,
-    drop_in_settings,
-    layer_config,
-)
+from .configuration import DEFAULTS, FIXED, KEY, NAME, REPLACED, drop_in_settings, layer_config
 from .mask import NSAMask, check_call, check_layers, nsa_mask
 
 Model = TypeVar("Model")

@@ -83,19 +83,19 @@ class Call(NamedTuple):
         offset = self.q_offset
         starts, start = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
         first, last = (None, None) if self.documents is None else self.documents
-        return [*self[:NUM_TENSORS], starts, first, last], start
+        return [*(getattr(self, name) for name in TENSORS), starts, first, last], start
 
 
 FIELDS = Call._fields  # dynamo of torch 2.8 traces neither `self._fields` nor `_replace`
 DIFFERENTIABLE = FIELDS[: FIELDS.index("block_indices")]
-NUM_TENSORS = FIELDS.index("lengths")  # of a call that is no decode step
+TENSORS = FIELDS[: FIELDS.index("lengths")]  # of a call that is no decode step
 
 
 def unflatten(inputs: Sequence[Any], start: int, seq_len: int | None = None) -> Call:
     """The call of the values of `Call.flat`."""
-    starts, first, last = inputs[NUM_TENSORS:]
+    *tensors, starts, first, last = inputs
     documents = None if first is None else Documents(first.contiguous(), last.contiguous())
     offset = start if starts is None else starts
     return Call(  # type: ignore[misc]
-        *inputs[:NUM_TENSORS], documents=documents, q_offset=offset, seq_len=seq_len
+        *tensors, documents=documents, q_offset=offset, seq_len=seq_len
     )

@@ -23,7 +23,7 @@ from .triton.operator import operator
 # counters per sequence and KV head
 COUNTERS = 8
 # tensors that a step reads come before those that it writes
-NUM_READ = FIELDS.index("counters")
+READ = FIELDS[: FIELDS.index("counters")]
 
 
 def workspace(batch: int, kv_heads: int, device: torch.device) -> Tensor:
@@ -175,7 +175,8 @@ def decode(inputs, counters, ranking, key):
 
 def run_decode_kernels(config: AttentionConfig, call: Call) -> Tensor:
     """`decode` of tensors by their names."""
-    out: Tensor = decode(list(call[:NUM_READ]), call.counters, call.ranking, config.key)
+    inputs = [getattr(call, name) for name in READ]
+    out: Tensor = decode(inputs, call.counters, call.ranking, config.key)
     return out
 
 

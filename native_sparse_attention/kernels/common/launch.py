@@ -310,12 +310,6 @@ def key_major_tile(kernel: str, width: int, groups: int, dtype: torch.dtype) -> 
     return fit_head_group(f"key_major.{kernel}", groups, tile)
 
 
-def holds_block(s: int, k: Tensor, v: Tensor) -> bool:
-    """Whether a key-major tile can hold a block of `s` keys and their values."""
-    width = padded(k.shape[-1]) + padded(v.shape[-1])
-    return padded(s) * width * k.element_size() <= architecture().block_bytes
-
-
 def grid(tiles: int, lines: int, *others: int) -> tuple[tuple[int, ...], bool]:
     """A grid of tiles x lines (batch rows x heads), and whether it is flipped. Tiles of a line are
     adjacent. The grid is flipped if its second axis cannot hold all lines: tiles are then few."""
@@ -474,11 +468,6 @@ class Selection:
         """Tokens from the begin of the first aligned group (with `starts`, at most)."""
         previous = self.start % self.stride if self.starts is None else self.stride - 1
         return self.block_indices.shape[1] + previous
-
-    @property
-    def diagonal(self) -> bool:
-        """Whether block indices may include the query's own block, seen up to the query."""
-        return self.causal and self.num_local == 0
 
 
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

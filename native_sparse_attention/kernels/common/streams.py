@@ -23,11 +23,13 @@ FORKING = threading.RLock()
 
 
 @contextmanager
-def forked(device: torch.device, urgent: bool = False) -> Iterator[AbstractContextManager[object]]:
+def forked(
+    device: torch.device, urgent: bool = False, enabled: bool = True
+) -> Iterator[AbstractContextManager[object]]:
     """Yields a context. Launches inside it go to a side stream, of higher priority with `urgent`,
     beside those outside it. At the end the current stream waits for both. Tensors allocated
     inside the context must not be used after the end."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not enabled:
         yield nullcontext()
         return
     main = torch.cuda.current_stream(device)

@@ -94,11 +94,6 @@ PROBS_FLOAT32 = TopkTileConfig(32, 32, 0, 0, 8, 1)
 MAX_COLUMN_N = 16
 
 
-def heads_in_flight(size: int) -> int:
-    """Query heads that a tile of `logits` loads at once, of `size` bytes each."""
-    return 4 if size <= 1 << 14 else 1
-
-
 class Architecture(NamedTuple):
     """Tables by width; `query_major` also by rows of a tile, `probs` by heads of a group."""
 
@@ -163,10 +158,7 @@ HOPPER = Architecture(
     # tile in 60 loses one of the 16 best blocks. With 16 rows per warp, all scores of a row lie in
     # one warp
     logits={128: TopkTileConfig(64, 64, 8, 8, 4, 2), 256: TopkTileConfig(64, 32, 8, 8, 4, 2)},
-    interpolated={
-        128: TopkTileConfig(64, 32, 8, 8, 4, 2),
-        256: TopkTileConfig(64, 32, 0, 0, 8, 1),
-    },
+    interpolated={128: TopkTileConfig(64, 32, 8, 8, 4, 2), 256: TopkTileConfig(64, 32, 0, 0, 8, 1)},
     largest=MAX_TILES,
     # with many heads a tile has few tokens, and more columns per token
     probs={

@@ -77,7 +77,8 @@ class Inputs:
         q, k, v, selection = self.q, self.k, self.v, self.selection
         (B, T, H, D), (S, K), E = q.shape, k.shape[1:3], v.shape[-1]
         (R, n), s, stride = selection.block_indices.shape[2:], selection.s, selection.stride
-        layouts, diagonal = [launch.layout(t) for t in (q, k, v)], selection.diagonal
+        layouts = [launch.layout(t) for t in (q, k, v)]
+        diagonal = selection.causal and selection.num_local == 0
         ends = selection.documents is not None and not selection.causal
         F = Settings(  # type: ignore[call-arg]
             K, R, H // R, n, launch.next_power_of_2(n), s, stride, D, E, launch.padded(D),

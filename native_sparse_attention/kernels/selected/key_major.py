@@ -573,10 +573,12 @@ def nsa_selected_reduce_dq(
 
 
 def is_faster(inputs: Inputs) -> bool:
-    """Whether forward and dq are key-major: query-major tiles would have few rows."""
-    facts = inputs.facts
-    few = facts.rows < launch.FEW_ROWS and not facts.F.GATES
-    return few and launch.holds_block(facts.F.s, inputs.k, inputs.v)
+    """Whether forward and dq are key-major: query-major tiles would have few rows, and a key-major
+    tile can hold the keys and values of a block."""
+    facts, F = inputs.facts, inputs.facts.F
+    size = launch.padded(F.s) * (F.BLOCK_D + F.BLOCK_E) * facts.dtype.itemsize
+    few = facts.rows < launch.FEW_ROWS and not F.GATES
+    return few and size <= launch.architecture().block_bytes
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,11 +17,7 @@ from collections import namedtuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    mma_v2,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2
 
 from ..common import gluon_sm90 as hopper
 from ..common import launch

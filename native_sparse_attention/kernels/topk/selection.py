@@ -28,7 +28,6 @@ from torch import Tensor
 from ...varlen import Documents
 from ..common import launch
 from ..common import primitives as steps
-from ..common import tile_configs as tiles
 from ..common.launch import Layout, Plan, cdiv, layout, next_power_of_2, strided
 from ..common.precompile import launcher
 from . import topn
@@ -448,7 +447,8 @@ def plan(
         config.num_initial_blocks, max(config.num_local_blocks, 1), stride, config.causal,
         has_documents, flipped, interpolated, HALVES=halves, LARGEST=is_max, HEADS=rows,
         ONE_HALF=G == 1 and dtype != torch.float32, WINDOW=config.compress_block_size,
-        NUM_STAGES_Q=tiles.heads_in_flight(tile.block_m * block_d * dtype.itemsize),
+        # query heads that a tile loads at once
+        NUM_STAGES_Q=4 if tile.block_m * block_d * dtype.itemsize <= 1 << 14 else 1,
         WARPS=tile.num_warps, WIDE=probs and launch.has_wide_offsets(ck),
         CAP=config.soft_cap is not None,
     )  # fmt: skip

@@ -291,13 +291,17 @@ def forward_branches(
         norms, out_cmp, lse_cmp = attend_compressed()
         if rank is not None:
             rank(lse_cmp)
-    block_indices, selection = plan_selection(t, block_indices, config)
+    selection = selection_of(t, block_indices, config)
+    if t.block_indices is not None or t.leader_indices is not None:  # of the caller
+        block_indices = selected.valid_block_indices(selection, k.shape[1])
+        selection = selection_of(t, block_indices, config)
+    selection = selected.append_initial_blocks(selection)
     inputs = selected.Inputs(q, k, v, selection, config.scale_of(q.shape[-1]))
     plan = selected.plan_forward(inputs)
     # short programs that the selection waits for; they leave the tensor cores idle
     fork = is_concurrent or plan is not None
     partial: Any = None
-    with streams.forked(q.device, urgent=True) if fork else null_fork() as side:
+    with streams.forked(q.device, urgent=True, enabled=fork) as side:
         with side:
             if is_concurrent and rank is not None:
                 rank(None)
@@ -326,10 +330,6 @@ def forward_branches(
     if is_single:
         return [out_sel], [lse_sel], block_indices
     return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], block_indices
-
-
-def null_fork() -> Any:
-    return contextlib.nullcontext(contextlib.nullcontext())
 
 
 def backward_range(t: Call, bwd: Any, config: AttentionConfig) -> dict[str, Tensor]:
@@ -434,13 +434,6 @@ def backward_branches(
 # arguments of the launches
 
 
-def compile_ahead(dry_run: Callable[[], Any]) -> int:
-    """`kernels.common.precompile.compile_ahead`."""
-    from ...kernels.common import precompile
-
-    return precompile.compile_ahead(dry_run)
-
-
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -488,17 +481,6 @@ def plan_ranking(
         )  # fmt: skip
 
     return block_indices, rank
-
-
-def plan_selection(t: Call, block_indices: Tensor, config: AttentionConfig) -> tuple[Tensor, Any]:
-    """The valid ones of the block indices, and the blocks that the kernels read."""
-    from ...kernels.selected import branch as selected
-
-    selection = selection_of(t, block_indices, config)
-    if t.block_indices is not None or t.leader_indices is not None:  # of the caller
-        block_indices = selected.valid_block_indices(selection, t.k.shape[1])
-        selection = selection_of(t, block_indices, config)
-    return block_indices, selected.append_initial_blocks(selection)
 
 
 def positions(t: Call) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,22 +88,10 @@ def projected_heads_backward(dq, dcq, dk, dck, dv, dcv, freqs, positions, start,
     return rotary.backward(grads, freqs, positions, start, factor)
 
 
-class Heads(NamedTuple):
-    """Heads [b h n d]; only q and k are rotated. cq, ck and cv are for the compressed branch. `v`
-    and `cv` share their memory."""
-
-    q: Tensor
-    k: Tensor
-    cq: Tensor
-    ck: Tensor
-    v: Tensor
-    cv: Tensor
-
-
 class ProjectedHeads(torch.autograd.Function):
-    """Split a projection's output [b n (h + 2 k) d] into q, k and v, with q and k both rotated and
-    unrotated. One launch of the backward rotates, sums and writes all gradients. Autograd would
-    launch a kernel for each sum and one to concatenate."""
+    """Split a projection's output [b n (h + 2 k) d] into heads [b h n d]: q and k rotated, q and k
+    as they are, v, and v again for the compressed branch. One launch of the backward rotates, sums,
+    and writes all gradients. Autograd would launch a kernel for each sum and one to concatenate."""
 
     @staticmethod
     def forward(

@@ -22,7 +22,8 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
 
         @functools.wraps(function)
         def run(*args: Any) -> Any:
-            with torch.cuda.device_of(first_tensor(args)):
+            flat = (t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else (arg,)))
+            with torch.cuda.device_of(next(t for t in flat if isinstance(t, Tensor))):
                 return function(*args)
 
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -37,12 +38,6 @@ def needs_gradient(values: Sequence[Any]) -> bool:
     """Whether autograd records a call with these values."""
     tensors = (t for t in values if isinstance(t, Tensor))
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-
-
-def first_tensor(values: Sequence[Any]) -> Tensor:
-    """The first tensor among values and lists of values."""
-    flat = (t for v in values for t in (v if isinstance(v, (list, tuple)) else (v,)))
-    return next(t for t in flat if isinstance(t, Tensor))
 
 
 def refuse_higher_derivatives(name: str) -> None:

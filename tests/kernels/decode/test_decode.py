@@ -202,7 +202,7 @@ def test_operator(monkeypatch):
         patch.setattr(
             decode, "run_decode_kernels",
             lambda config, call: calls.append(
-                (list(call[: decode.NUM_READ]), call.counters, call.ranking, config.key)
+                ([getattr(call, n) for n in decode.READ], call.counters, call.ranking, config.key)
             ),
         )  # fmt: skip
         decode_attention(
