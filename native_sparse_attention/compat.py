@@ -48,12 +48,9 @@ def is_exporting() -> bool:
 
 
 def free_size(size: int) -> int:
-    """A size that depends on a sequence length, without guards under torch.export.
-
-    When axes merge, torch.export must prove facts about sizes such as `length // 8`. It cannot
-    prove them for every length and refuses the range. A free size is computed at run time, so
-    torch.export proves nothing. Outside of torch.export it is the size itself.
-    """
+    """A size that depends on a sequence length, without guards under torch.export: where axes merge
+    it must prove facts about sizes such as `length // 8`, which it cannot for every length. A free
+    size is computed at run time. Outside of torch.export it is the size itself."""
     if not is_exporting():
         return size
     if isinstance(size, int) and not torch.compiler.is_dynamo_compiling():
@@ -84,12 +81,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
 
 
 def refuse_transforms(op: str) -> None:
-    """Refuse torch.func transforms (vmap, grad, jvp) and forward-mode AD, which know nothing of
-    kernels and of memory that is written in place.
-
-    Raises:
-        NotImplementedError: one is active.
-    """
+    """Raise NotImplementedError under torch.func (vmap, grad, jvp) and forward-mode AD, which know
+    nothing of kernels and of memory that is written in place."""
     if torch.compiler.is_compiling():
         return
     if torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:

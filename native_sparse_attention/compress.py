@@ -324,11 +324,7 @@ class CompressTransformer(Started):
 
 
 def choose_network(config: NSAConfig, network: nn.Module | None) -> nn.Module:
-    """The network of a layer that was given `network`.
-
-    Raises:
-        ValueError: a network whose weights get no gradient, or a hidden layer without units.
-    """
+    """The network of a layer that was given `network`."""
     has_branch = "compressed" in config.branches
     if network is None and not has_branch:
         return MeanPool()

@@ -420,11 +420,7 @@ SETTINGS = frozenset(field.name for field in fields(NSAConfig)) - {"norm"}
 
 
 def changed(layer: Any, name: str, value: Any) -> NSAConfig:
-    """The settings of a layer with another value of one.
-
-    Raises:
-        ValueError: a value out of range, or one that the layer has no weights for.
-    """
+    """The settings of a layer with another value of one."""
     config = replace(layer.config, **{name: value})
     fixed = [*WEIGHT_SETTINGS]
     if layer.k_intrablock_positions is not None:  # one for each token of a window

@@ -38,11 +38,7 @@ WEIGHTS = ("output", "mass")
 def sampled(
     queries: int | Tensor, n: int, generator: Any, device: Any, name: str = "ranking_queries"
 ) -> Tensor:
-    """Positions [m] of queries: those given, or that many at random, in order.
-
-    Raises:
-        ValueError: neither a number of at least 1 nor a vector of positions.
-    """
+    """Positions [m] of queries: those given, or that many at random, in order."""
     if isinstance(queries, Tensor):
         if queries.ndim != 1 or queries.is_floating_point() or queries.dtype == torch.bool:
             raise ValueError(f"{name} must be [m] integers, got {describe(queries)}")
@@ -99,11 +95,7 @@ def ranking_loss(
     worth (`block_targets`), a mean over m sampled queries of each sequence and KV head that have
     two candidates or more: O(m t) in time and memory. `tensors` [b h n d] are those of `attend`.
     Queries are entries of the caller's rows, whose positions in these tensors `rows` [b t] has, -1
-    for none; or with `documents` these positions themselves, [b m].
-
-    Raises:
-        ValueError: queries that are neither a number nor positions.
-    """
+    for none; or with `documents` these positions themselves, [b m]."""
     s, K, n = config.selection_block_size, config.kv_heads, tensors["q"].shape[2]
     device, count = tensors["q"].device, 1 if documents is None else tensors["q"].shape[0]
     if documents is not None and isinstance(queries, Tensor) and queries.ndim == 2:

@@ -164,14 +164,9 @@ def layout(
     segment_ids: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Layout:
-    """The layout of rows [b t] with the given documents.
-
-    Args:
-        shape: b and t.
-        step: every document begins at a multiple of `step`.
-        cu_seqlens: [documents + 1], begins of documents in a single row, then the row's length.
-        segment_ids: [b t], integers; a run of one id is a document.
-        mask: [b t], True for tokens, False for padding. The layout leaves padding out.
+    """The layout of rows [b t] whose documents begin at multiples of `step`, without the padding of
+    `mask` [b t]. Documents begin at `cu_seqlens` [documents + 1] in a single row, or where
+    `segment_ids` [b t] change.
 
     The host reads values, so it waits for tensors on a GPU, but not for cu_seqlens or segment_ids
     on the CPU. In a compiled or captured graph the host reads no cu_seqlens and cannot check them.

@@ -27,6 +27,7 @@ except ImportError:
 # one call compiles at a time; and one thread loads: before 3.8 Triton imports a C module of one
 # name for each kernel
 COMPILING, LOADING = threading.Lock(), threading.Lock()
+CORES = os.cpu_count() or 1
 
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -34,14 +35,9 @@ def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     return functools.partial(kernel.warmup, grid=grid) if active_mode.get() else kernel[grid]
 
 
-def cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
 def is_possible() -> bool:
     """Whether this Triton can compile in threads and there are several cores."""
-    return AsyncCompileMode is not None and not knobs.runtime.interpret and cores() > 1
+    return AsyncCompileMode is not None and not knobs.runtime.interpret and CORES > 1
 
 
 def compile_ahead(dry_run: Callable[[], Any]) -> int:
@@ -63,7 +59,7 @@ def compile_ahead(dry_run: Callable[[], Any]) -> int:
                 kernel._run = None
         return kernel
 
-    with COMPILING, ThreadPoolExecutor(cores(), "nsa-compile") as pool:
+    with COMPILING, ThreadPoolExecutor(CORES, "nsa-compile") as pool:
         executor = SimpleNamespace(submit=lambda job: pool.submit(compile_and_load, job))
         with AsyncCompileMode(executor, ignore_errors=True) as mode:
             dry_run()

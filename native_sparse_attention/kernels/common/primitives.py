@@ -103,21 +103,6 @@ def candidates_end(position, C, LOCAL: tl.constexpr, d: tl.constexpr, s: tl.cons
 
 
 @triton.jit
-def candidates_in_document(end, token, T, firsts, lasts, s: tl.constexpr, INITIAL: tl.constexpr):
-    """First block that a query may rank in its document, and one past the last, at most `end`."""
-    token = tl.minimum(tl.maximum(token, 0), T - 1)
-    low = tl.load(firsts + token) // s + INITIAL
-    return low, tl.minimum(end, tl.cdiv(tl.load(lasts + token), s))
-
-
-@triton.jit
-def visible_windows(position, W, d: tl.constexpr, CAUSAL: tl.constexpr):
-    """First window that a query sees, of W, and one past the last."""
-    lo = position * 0
-    return lo, tl.minimum(lo + W, position // d if CAUSAL else W)
-
-
-@triton.jit
 def large(x, WIDE: tl.constexpr):
     """x in 64 bits if offsets formed from it may need them; 32 bits take fewer registers."""
     return x.to(tl.int64) if WIDE else x

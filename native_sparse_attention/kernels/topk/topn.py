@@ -12,12 +12,7 @@ to the earlier block. COLUMNS chooses one of two methods:
 import triton
 import triton.language as tl
 
-from ..common.primitives import (
-    candidates_end,
-    candidates_in_document,
-    document_interval,
-    visible_windows,
-)
+from ..common.primitives import candidates_end, document_interval
 
 # one compiled kernel for all lengths and positions
 LENGTHS = ["T", "C", "W", "first_token"]
@@ -40,10 +35,13 @@ def candidate_ranges(position, token, ranked, documents, b, T, C, W, F: tl.const
     the windows lo .. hi - 1 that they see, of W."""
     low = tl.full(position.shape, F.INITIAL, tl.int32)
     end = candidates_end(position, C, F.LOCAL, F.d, F.s, F.CAUSAL)
-    lo, hi = visible_windows(position, W, F.d, F.CAUSAL)
+    lo = position * 0
+    hi = tl.minimum(lo + W, position // F.d if F.CAUSAL else W)
     if F.DOCUMENTS:
         firsts, lasts = documents.first + b * T, documents.last + b * T
-        low, end = candidates_in_document(end, token, T, firsts, lasts, F.s, F.INITIAL)
+        own = tl.minimum(tl.maximum(token, 0), T - 1)
+        low = tl.load(firsts + own) // F.s + F.INITIAL
+        end = tl.minimum(end, tl.cdiv(tl.load(lasts + own), F.s))
         lo, hi = document_interval(lo, hi, token, T, firsts, lasts, F.d)
     return tl.where(ranked, low, C), tl.where(ranked, end, 0), lo, hi
 

@@ -87,8 +87,10 @@ class Attention(torch.autograd.Function):
 
 
 def attend_fake(inputs: list[Any], start: int, key: str, trains: bool) -> list[Tensor]:
+    from ...kernels.common import launch
+
     t, config = unflatten(inputs, start), config_of_key(key)
-    out, lse = empty_outputs(t.q, t.v)
+    out, lse = launch.empty_outputs(t.q, t.v)
     indices = empty_block_indices(t, config)
     if len(config.branches) == 1:
         return [out, lse, indices]
@@ -192,7 +194,7 @@ def forward(t: Call, config: AttentionConfig) -> list[Tensor]:
     from ...kernels.common import launch
 
     t = prepared(t)
-    out = None if len(config.branches) == 1 else empty_outputs(t.q, t.v)[0]
+    out = None if len(config.branches) == 1 else launch.empty_outputs(t.q, t.v)[0]
     with launch.sized(config.block_sizes):
         outs, lses, block_indices = forward_branches(t, config, out)
     if out is None:
@@ -432,11 +434,6 @@ def backward_branches(
 
 
 # arguments of the launches
-
-
-def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(*q.shape[:3], v.shape[-1])
-    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def empty_block_indices(t: Call, config: AttentionConfig) -> Tensor:

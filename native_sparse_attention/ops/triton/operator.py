@@ -41,11 +41,7 @@ def needs_gradient(values: Sequence[Any]) -> bool:
 
 
 def refuse_higher_derivatives(name: str) -> None:
-    """Refuse to differentiate a backward pass; `name` is that of the operation.
-
-    Raises:
-        NotImplementedError: autograd records the backward (create_graph=True).
-    """
+    """Refuse to differentiate a backward pass; `name` is that of the operation."""
     if not torch.compiler.is_compiling() and torch.is_grad_enabled():
         raise NotImplementedError(
             f"the kernels of {name} give first derivatives only: use backend='eager' for second "
