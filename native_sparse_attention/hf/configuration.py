@@ -222,7 +222,7 @@ class NSAModelConfig(PreTrainedConfig):
     @property
     def widths(self) -> dict[str, Any]:
         """The settings of an `NSAConfig` that the other arguments decide."""
-        return DECIDED | {name: getattr(self, own) for name, own in NAMES.items()}
+        return DECIDED | {name: getattr(self, attribute) for name, attribute in NAMES.items()}
 
     def layer_config_of(self, index: int) -> NSAConfig:
         """The settings of a layer; a dense one is one softmax without a limit and a ranking."""

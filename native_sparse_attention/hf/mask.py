@@ -67,8 +67,8 @@ class NSAMask:
         """The mask on the device of a layer, as accelerate asks for it."""
         tensors = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
         moved: dict[str, Any] = {name: t.to(device) for name, t in tensors.items()}
-        is_there = all(t is tensors[name] for name, t in moved.items())
-        return self if is_there else replace(self, **moved)
+        is_unmoved = all(t is tensors[name] for name, t in moved.items())
+        return self if is_unmoved else replace(self, **moved)
 
     def share(self, compute: Callable[..., Any], *args: Any) -> Any:
         """`compute(self, *args)`, for all layers that share the mask."""

@@ -39,9 +39,9 @@ def candidate_ranges(position, token, ranked, documents, b, T, C, W, F: tl.const
     hi = tl.minimum(lo + W, position // F.d if F.CAUSAL else W)
     if F.DOCUMENTS:
         firsts, lasts = documents.first + b * T, documents.last + b * T
-        own = tl.minimum(tl.maximum(token, 0), T - 1)
-        low = tl.load(firsts + own) // F.s + F.INITIAL
-        end = tl.minimum(end, tl.cdiv(tl.load(lasts + own), F.s))
+        clamped = tl.minimum(tl.maximum(token, 0), T - 1)
+        low = tl.load(firsts + clamped) // F.s + F.INITIAL
+        end = tl.minimum(end, tl.cdiv(tl.load(lasts + clamped), F.s))
         lo, hi = document_interval(lo, hi, token, T, firsts, lasts, F.d)
     return tl.where(ranked, low, C), tl.where(ranked, end, 0), lo, hi
 
