@@ -216,7 +216,9 @@ def nsa_mask(
     if local_size is None:  # padding over a cache that is short enough for dense attention
         needs_sdpa = not is_whole and tokens is not None and is_drop_in
         if needs_sdpa:
-            needs_sdpa = AttentionConfig.unchecked(**drop_in_settings(config)).dense_limit >= S
+            settings = drop_in_settings(config)
+            del settings["backend"]
+            needs_sdpa = AttentionConfig.unchecked(**settings).dense_limit >= S
     else:  # a window counts slots, padding between tokens too
         needs_sdpa = not is_whole
         if is_whole and tokens is not None and not tracing:
