@@ -101,8 +101,8 @@ def nsa_selected_valid_indices(
     tl.store(valid + row[:, None] * n + slot[None], c.to(tl.int32), mask=real)
 
 
-def valid_block_indices(selection: launch.Selection, S: int) -> Tensor:
-    """Block indices with -1 for forced, future, missing and repeated blocks."""
+def keep_valid_blocks(selection: launch.Selection, S: int) -> launch.Selection:
+    """The selection with -1 for forced, future, missing and repeated blocks."""
     block_indices = selection.block_indices.contiguous()
     (B, T, R, n), s = block_indices.shape, selection.s
     valid = torch.empty_like(block_indices, dtype=torch.int32)
@@ -113,7 +113,7 @@ def valid_block_indices(selection: launch.Selection, S: int) -> Tensor:
             selection.start, launch.cdiv(S, s), n, R, s, selection.num_initial, num_local,
             launch.next_power_of_2(n), 64,
         )  # fmt: skip
-    return valid
+    return replace(selection, block_indices=valid)
 
 
 class Plan(NamedTuple):

@@ -155,9 +155,8 @@ compiled: set[Any] = set()
 
 
 def compile_first(t: Call, config: AttentionConfig, trains: bool) -> None:
-    """At the first call of these settings, widths and power-of-two range of lengths, compile the
-    kernels of its forward and backward in parallel: one by one, at their launches, they take
-    several times as long."""
+    """At the first call of these settings, widths and power-of-two range of lengths, compile its
+    kernels in parallel: one by one, at their launches, they take several times as long."""
     if not t.q.is_cuda:
         return
     tensors = (x if isinstance(x, Tensor) else None for x in t)
@@ -272,9 +271,10 @@ def forward_branches(
     sink_of = dict.fromkeys(config.branches)
     if t.sinks is not None:
         sink_of = dict(zip(config.branches, t.sinks, strict=True))
+    inputs_of = {b: range_inputs(b, t, config) for b in config.branches if b != "selected"}
     if "selected" not in config.branches:
         (branch,) = config.branches
-        out, lse = flash.forward(range_inputs(branch, t, config), sink_of[branch])
+        out, lse = flash.forward(inputs_of[branch], sink_of[branch])
         return [out], [lse], empty_block_indices(t, config)
     is_single = len(config.branches) == 1
     block_indices, rank = plan_ranking(t, config)
@@ -286,8 +286,8 @@ def forward_branches(
         norms, norms_cmp = key_norms(q, k, None if is_single else t.ck)
         if is_single:
             return norms, None, None
-        compressed, sink = range_inputs("compressed", t, config), sink_of["compressed"]
-        return norms, *flash.forward(compressed, sink, norms=norms_cmp)
+        compressed = inputs_of["compressed"]
+        return norms, *flash.forward(compressed, sink_of["compressed"], norms=norms_cmp)
 
     if not is_concurrent:
         norms, out_cmp, lse_cmp = attend_compressed()
@@ -295,8 +295,8 @@ def forward_branches(
             rank(lse_cmp)
     selection = selection_of(t, block_indices, config)
     if t.block_indices is not None or t.leader_indices is not None:  # of the caller
-        block_indices = selected.valid_block_indices(selection, k.shape[1])
-        selection = selection_of(t, block_indices, config)
+        selection = selected.keep_valid_blocks(selection, k.shape[1])
+        block_indices = selection.block_indices
     selection = selected.append_initial_blocks(selection)
     inputs = selected.Inputs(q, k, v, selection, config.scale_of(q.shape[-1]))
     plan = selected.plan_forward(inputs)
@@ -316,7 +316,7 @@ def forward_branches(
             if forced is not None:
                 partial = flash.forward(forced, sink_of["selected"], norms=norms)[:2]
         else:
-            window = range_inputs("window", t, config)
+            window = inputs_of["window"]
             forced = selected.forced_blocks_in_window(inputs, window)
             out_win, lse_win, *inner_outputs = flash.forward(
                 window._replace(inner=forced and forced.kv_range), sink_of["window"],
