@@ -64,7 +64,9 @@ FORMS = [
 @pytest.mark.parametrize("settings, call", FORMS, ids=str)
 def test_one_graph_for_any_length(settings, call, compiled):
     module = layer(torch.float32, **settings)
-    run, counter = compiled(module, "aot_eager", dynamic=True)
+    # its gradients are of a padding by nothing, whose strides autograd's graph has to foresee
+    backend = "aot_eager" if torch.cuda.is_available() or call == "ranking loss" else "eager"
+    run, counter = compiled(module, backend, dynamic=True)
     graphs = 0
     for n in (40, 57):
         x, given = torch.randn(1, n, DIM), CALLS[call](n)

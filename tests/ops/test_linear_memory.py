@@ -93,6 +93,7 @@ def test_a_layer_trains_in_linear_memory_on_the_cpu(settings, longest, monkeypat
         torch.testing.assert_close(values, first)
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.skipif(CUDA or shutil.which("g++") is None, reason="g++ compiles for a CPU")
 @pytest.mark.parametrize("branch", ["compressed", "selected"])
 def test_compiled_for_a_cpu(branch):
