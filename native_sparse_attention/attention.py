@@ -370,8 +370,8 @@ class SparseAttention(Started):
             start = tokens.start
 
         # rotated to their positions, but for what is compressed
-        paired = config.branches if len(kv) > 2 else ()
-        sets = [paired.index(name) if name in paired else 0 for name in BRANCHES]
+        kv_branches = config.branches if len(kv) > 2 else ()
+        sets = [kv_branches.index(name) if name in kv_branches else 0 for name in BRANCHES]
         (raw_k, raw_v), (k, v), (window_k, window_v) = (kv[2 * i : 2 * i + 2] for i in sets)
         has_window = "window" in config.branches and window_k is not k
         fused = None

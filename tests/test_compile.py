@@ -64,7 +64,7 @@ FORMS = [
 @pytest.mark.parametrize("settings, call", FORMS, ids=str)
 def test_one_graph_for_any_length(settings, call, compiled):
     module = layer(torch.float32, **settings)
-    # its gradients are of a padding by nothing, whose strides autograd's graph has to foresee
+    # autograd's graph must foresee the strides of values that are padded by nothing
     backend = "aot_eager" if torch.cuda.is_available() or call == "ranking loss" else "eager"
     run, counter = compiled(module, backend, dynamic=True)
     graphs = 0

@@ -250,7 +250,8 @@ def test_compiled_for_all_lengths(dtype):
             if dtype == torch.float32:
                 assert (actual - expected).norm() <= 1e-3 * expected.norm()
             error, plain = ((t.double() - right).norm() for t in (actual, expected))
-            eps = max(torch.finfo(dtype).eps, length * torch.finfo(torch.float32).eps)
+            # rounding errors of sums in float32 grow with the root of the number of terms
+            eps = max(torch.finfo(dtype).eps, length**0.5 * torch.finfo(torch.float32).eps)
             assert error <= 2 * plain + eps * right.norm()
     assert len(graphs) <= 2
 

@@ -27,7 +27,7 @@ except ImportError:
 # one call compiles at a time; and one thread loads: before 3.8 Triton imports a C module of one
 # name for each kernel
 COMPILING, LOADING = threading.Lock(), threading.Lock()
-CORES = os.cpu_count() or 1
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
