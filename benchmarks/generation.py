@@ -31,6 +31,7 @@ import argparse
 import copy
 import dataclasses
 import functools
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,7 +59,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 BASELINE = "sdpa"
-CACHE = "cache"
 # tokens of the blocks
 INITIAL, LOCAL, RANKED = 64, 512, 512
 # of `use_sparse_attention`
@@ -189,6 +189,12 @@ def static_cache(form: Form, model: Any, max_length: int) -> Any:
     return StaticSparseCache(model.config, max_cache_len=max_length)
 
 
+def as_argument(cache: Any, model: Any) -> dict[str, Any]:
+    """The cache by the name that this release of transformers has for it."""
+    is_new = "cache" in inspect.signature(model.forward).parameters  # since 5.24
+    return {"cache" if is_new else "past_key_values": cache}
+
+
 def draw(model: Any, batch: int, context: int) -> Tensor:
     """Tokens [B T]."""
     generator = torch.Generator(model.device).manual_seed(0)
@@ -223,13 +229,13 @@ def check(form: Form, network: Any) -> float:
     # decoding have the same kernels
     changes = dict(num_selected_blocks=5, use_diff_topk=True)
     model = variant(**changes, **(dict(importance="max") if form.converted else {}))
-    start, cached = ids.shape[1] - CHECK_STEPS, {CACHE: new_cache(form, model)}
+    start, cached = ids.shape[1] - CHECK_STEPS, as_argument(new_cache(form, model), model)
     model(ids[:, :start], **cached)
     steps = [model(ids[:, i : i + 1], **cached).logits for i in range(start, ids.shape[1])]
     errors.append(error_of(torch.cat(steps, dim=1), exact[:, start:]))
     if form.static:
         kept, prompt = static_cache(form, model, ids.shape[1] + 5), ids[:, :start]
-        given: Any = {CACHE: kept} if kept else dict(cache_implementation="static")
+        given: Any = as_argument(kept, model) if kept else dict(cache_implementation="static")
         made = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0,
             max_new_tokens=CHECK_STEPS, output_logits=True, return_dict_in_generate=True, **given,
@@ -258,7 +264,7 @@ def calls_of(form: Form, network: Any, ids: Tensor, plan: Plan) -> dict[str, Cal
 
     @torch.no_grad()
     def prefill() -> Row:
-        cached: Any = {CACHE: new_cache(form, model)}
+        cached: Any = as_argument(new_cache(form, model), model)
         began = common.synchronize(device)
         model(ids, attention_mask=mask, logits_to_keep=1, **cached)
         return {"ms": 1e3 * (common.synchronize(device) - began)}
@@ -266,10 +272,10 @@ def calls_of(form: Form, network: Any, ids: Tensor, plan: Plan) -> dict[str, Cal
     def generate(count: int, kind: str) -> float:
         cached: dict[str, Any] = dict(cache_implementation="static")
         if kind == "dynamic":
-            cached = {CACHE: new_cache(form, model)}
+            cached = as_argument(new_cache(form, model), model)
         elif static is not None:
             static.reset()
-            cached = {CACHE: static}
+            cached = as_argument(static, model)
         began = common.synchronize(device)
         model.generate(
             ids, attention_mask=mask, do_sample=False, pad_token_id=0, max_new_tokens=count,
