@@ -226,10 +226,12 @@ def test_float16_with_a_scaler():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_for_all_lengths(dtype):
     """One graph, compiled at most twice, forward and backward, that errs no more than twice as much
-    as without compiling, against fp64, but for the order of sums over tokens."""
+    as without compiling, against fp64."""
     from torch._inductor.compile_fx import compile_fx
 
     module, graphs = attention(num_selected_blocks=32).cuda().to(dtype), []
+    for network in (module.k_compress, module.v_compress):
+        network[2] = torch.nn.SiLU()  # a ReLU's gradient hangs on the sign of the least product
     exact = copy.deepcopy(module).double()
 
     def counted(graph, inputs):
@@ -250,9 +252,7 @@ def test_compiled_for_all_lengths(dtype):
             if dtype == torch.float32:
                 assert (actual - expected).norm() <= 1e-3 * expected.norm()
             error, plain = ((t.double() - right).norm() for t in (actual, expected))
-            # rounding errors of sums in float32 grow with the root of the number of terms
-            eps = max(torch.finfo(dtype).eps, length**0.5 * torch.finfo(torch.float32).eps)
-            assert error <= 2 * plain + eps * right.norm()
+            assert error <= 2 * plain + torch.finfo(dtype).eps * right.norm()
     assert len(graphs) <= 2
 
 
