@@ -42,9 +42,10 @@ from .query_major import gated_logits, visible_keys
 # pairs of a split, at least and per block; pairs counted at once, by so many warps; pairs scattered
 # at once
 SPLIT_PAIRS, SPLIT_PER_BLOCK, COUNT_PAIRS, COUNT_WARPS, SCATTER_PAIRS = 1024, 4, 64, 1, 1024
-# blocks whose work tiles are sorted at once, splits whose counts are added at once, and length
-# classes of work tiles shorter than tile_pairs
-TILE_BLOCKS, TILE_SPLITS, CLASSES = tl.constexpr(512), tl.constexpr(16), tl.constexpr(8)
+# blocks and splits whose counts are added at once; blocks whose work tiles are sorted at once, and
+# length classes of work tiles shorter than tile_pairs
+SCAN_BLOCKS, SCAN_SPLITS = tl.constexpr(32), tl.constexpr(64)
+TILE_BLOCKS, CLASSES = tl.constexpr(512), tl.constexpr(8)
 # reductions: rows of a program; keys of a program, fewer if blocks are few
 REDUCE_ROWS, DKV_KEYS = tl.constexpr(16), 64
 # one compiled kernel for all lengths
@@ -118,32 +119,39 @@ def nsa_csr_count(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
+def nsa_csr_scan(split_counts, block_counts, C, splits):
+    """One program: some blocks of a line. Replaces counts by their exclusive prefix sums over
+    splits, and writes their sums."""
+    line, first_block = tl.program_id(0).to(tl.int64), tl.program_id(1) * SCAN_BLOCKS
+    c = first_block + tl.arange(0, SCAN_BLOCKS)
+    block_count = tl.zeros([SCAN_BLOCKS], tl.int32)
+    for first in range(0, splits, SCAN_SPLITS):
+        split = first + tl.arange(0, SCAN_SPLITS)
+        counts = split_counts + (line * splits + split)[:, None] * C + c[None]
+        real = (split < splits)[:, None] & (c < C)[None]
+        count = tl.load(counts, mask=real, other=0)
+        tl.store(counts, block_count[None] + tl.cumsum(count, 0) - count, mask=real)
+        block_count += tl.sum(count, 0)
+    tl.store(block_counts + line * C + c, block_count, mask=c < C)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 def nsa_csr_work_tiles(
-    split_counts, offsets, partial_offsets, owner, ordinals, offsets_stride, C, splits, blocks,
-    tile_pairs, capacity, max_tiles,
+    block_counts, offsets, partial_offsets, owner, ordinals, offsets_stride, blocks, tile_pairs,
+    capacity, max_tiles,
 ):  # fmt: skip
-    """One program: a chunk of at most `capacity` pairs. Replaces counts by their exclusive prefix
-    sums over splits; writes offsets and work tiles."""
+    """One program: a chunk of at most `capacity` pairs. Writes offsets and work tiles."""
     chunk = tl.program_id(0).to(tl.int64)
     begin, partials, work_tiles = chunk * capacity, tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     offsets += chunk * offsets_stride
     partial_offsets += chunk * offsets_stride
-    split_counts += chunk * blocks * splits
+    block_counts += chunk * blocks
     owner += chunk * max_tiles
     ordinals += chunk * max_tiles
     for first in range(0, blocks, TILE_BLOCKS):
         block = first + tl.arange(0, TILE_BLOCKS)
         real = block < blocks
-        # counts have the shape [lines, splits, C]
-        first_count = block // C * C * splits + block % C
-        block_count = tl.zeros([TILE_BLOCKS], tl.int32)
-        for first_split in range(0, splits, TILE_SPLITS):
-            split = first_split + tl.arange(0, TILE_SPLITS)
-            offset = split_counts + first_count[None] + split[:, None] * C
-            exists = (split < splits)[:, None] & real[None]
-            count = tl.load(offset, mask=exists, other=0)
-            tl.store(offset, block_count[None] + tl.cumsum(count, 0) - count, mask=exists)
-            block_count += tl.sum(count, 0)
+        block_count = tl.load(block_counts + block, mask=real, other=0)
         num_tiles = tl.cdiv(block_count, tile_pairs)
         block_partials = tl.where(num_tiles > 1, num_tiles, 0)
         tl.store(offsets + block, begin + tl.cumsum(block_count, 0) - block_count, mask=real)
@@ -236,6 +244,7 @@ class CSR:
         # index of a slot's pair in its chunk, -1 for an empty slot; first the rank in its split
         self.pair_indices = empty(*block_indices.shape)
         self.split_counts = empty(chunks * B * heads, launch.cdiv(length, self.split), num_blocks)
+        self.block_counts = empty(chunks * B * heads, num_blocks)
         self.offsets, self.partial_offsets = (
             empty(chunks, (self.blocks // 2 + 1) * 2, dtype=torch.int64) for _ in range(2)
         )
@@ -258,10 +267,13 @@ class CSR:
             block_indices, self.pair_indices, self.split_counts, *sizes, settings,
             BLOCK=COUNT_PAIRS, num_warps=COUNT_WARPS, num_stages=1,
         )  # fmt: skip
+        launcher(nsa_csr_scan, (lines, launch.cdiv(C, SCAN_BLOCKS.value)))(
+            self.split_counts, self.block_counts, C, splits, num_stages=1
+        )
         launcher(nsa_csr_work_tiles, (len(self.offsets),))(
-            self.split_counts, self.offsets, self.partial_offsets, self.owner, self.ordinals,
-            self.offsets.stride(0), C, splits, self.blocks, self.tile_pairs, self.capacity,
-            self.max_tiles, num_warps=16, num_stages=1,
+            self.block_counts, self.offsets, self.partial_offsets, self.owner, self.ordinals,
+            self.offsets.stride(0), self.blocks, self.tile_pairs, self.capacity, self.max_tiles,
+            num_warps=8, num_stages=1,
         )  # fmt: skip
         launcher(nsa_csr_scatter, (lines, splits))(
             block_indices, self.pair_indices, self.split_counts, self.offsets, self.pairs,
