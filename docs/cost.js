@@ -10,7 +10,7 @@ const COST_DEFAULTS = {
   branches: ["compressed", "selected", "window"], dense_length: 0, branch_kv: "shared",
   num_compressed_mem_kv: 1, attention_sinks: false, compress_mlp_expand_factor: 1,
   rank_rotated: false, index_dim: null, index_heads: 1,
-  qkv_bias: false, out_bias: false, qk_norm: false,
+  qkv_bias: false, out_bias: false, qk_norm: false, use_diff_topk: false,
   mean: false, // whether compress_mlp is MeanPool()
 };
 
@@ -70,6 +70,17 @@ function totalRead(i, T, c) {
   return read.compressed + read.selected + read.window;
 }
 
+// the first of T queries that ranks blocks, T if none does: dense queries rank only for others that
+// share their rankings
+function firstRanking(T, c) {
+  if (c.branches.join() !== "selected" || c.selection_stride > 1) return 0;
+  const [s, local] = [c.selection_block_size, c.num_local_blocks];
+  const covers = c.compress_block_sliding_stride <= s && (local > 0 || !c.causal) && !c.use_diff_topk;
+  const blocks = c.num_initial_blocks + c.num_selected_blocks + (c.causal ? local : 0);
+  if (T <= Math.max(c.dense_length, covers ? s * blocks : 0)) return T;
+  return c.causal ? c.dense_length : 0;
+}
+
 // costs of `batch` sequences of T tokens; `size`: bytes of a number
 function nsaCost(settings, T, batch = 1, size = 2) {
   const c = {...COST_DEFAULTS, ...settings};
@@ -107,7 +118,7 @@ function nsaCost(settings, T, batch = 1, size = 2) {
   // attention and ranking
   let [pairs, scored] = [0, 0];
   for (let i = 0; i < T; i++) pairs += totalRead(i, T, c);
-  for (let i = 0; i < T; i += c.selection_stride) scored += windowsSeen(i, T, c);
+  for (let i = firstRanking(T, c); i < T; i += c.selection_stride) scored += windowsSeen(i, T, c);
   const perHead = c.importance === "probs" || !c.query_heads_share_selected_kv;
   const width = indexed ? indexDim : D;
   let attention = 4 * D * H * batch * pairs;
@@ -123,7 +134,8 @@ function nsaCost(settings, T, batch = 1, size = 2) {
     cache = batch * ((ownWindow ? 2 : 1) * T * entry + Math.floor(T / d) * ofWindows);
     const read = totalRead(T, T + 1, c) - (has("compressed") ? c.num_compressed_mem_kv : 0);
     step = parameters * size + batch * read * entry;
-    if (networks && !has("compressed")) step += batch * Math.floor(T / d) * rankingEntry;
+    const ranked = firstRanking(T + 1, c) <= T ? Math.floor(T / d) : 0;
+    if (networks && !has("compressed")) step += batch * ranked * rankingEntry;
   }
 
   // dense attention of the same width, heads and norm

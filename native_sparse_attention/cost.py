@@ -80,6 +80,13 @@ def keys_read(i: Tensor, T: int, config: NSAConfig) -> Tensor:
     return torch.full_like(i, T) if config.dense_length >= T else read
 
 
+def first_ranking(T: int, config: NSAConfig) -> int:
+    """The first of T queries that ranks blocks, T if none does: dense ones rank only for others."""
+    if config.branches != ("selected",) or config.selection_stride > 1:
+        return 0
+    return T if config.dense_limit >= T else config.dense_length * config.causal
+
+
 def nsa_cost(
     config: NSAConfig,
     T: int,
@@ -94,8 +101,8 @@ def nsa_cost(
     Query i of a head multiplies `4 D` numbers for each key that it sees: `i // d` windows and m
     memory slots, the tokens of its selected, initial and local blocks, and `min(i, w) + 1` of the
     window. The ranking multiplies `2 D` for each window and group (`importance="logits"`) or head
-    ("probs", or one ranking per head), once per `selection_stride` tokens. In dense attention query
-    i sees `i + 1` keys.
+    ("probs", or one ranking per head), once per `selection_stride` tokens. A dense query, as all of
+    dense attention, sees `i + 1` keys and ranks none.
 
     Args:
         dtype: dtype of weights, activations and cache.
@@ -134,7 +141,8 @@ def nsa_cost(
         width, ranking_entry = layer.index_dim, layer.index_heads * layer.index_dim * size
     if config.ranks:
         per_head = config.importance == "probs" or not config.query_heads_share_selected_kv
-        scored = int(visible_windows(i[:: config.selection_stride], T, config).sum())
+        ranking = i[first_ranking(T, config) :: config.selection_stride]
+        scored = int(visible_windows(ranking, T, config).sum())
         attention += 2 * width * (H if per_head else K) * batch * scored
     parameters = sum(p.numel() for p in layer.parameters())
     entry = 2 * K * D * size
@@ -144,7 +152,7 @@ def nsa_cost(
     read = int(keys_read(torch.tensor([T]), T + 1, config)) * entry
     if "compressed" in config.branches:
         read -= config.num_compressed_mem_kv * entry
-    elif networks:
+    elif networks and first_ranking(T + 1, config) <= T:
         read += T // d * ranking_entry
     flops = 2 * batch * T * weights + counter.get_total_flops() + attention
     memory = (cache, parameters * size + batch * read) if config.causal else (0, 0)

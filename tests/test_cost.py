@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import problem
 from benchmarks.providers import our_branches
@@ -17,13 +19,14 @@ from native_sparse_attention import KVCache, NSAConfig, SparseAttention, nsa_cos
 from native_sparse_attention.compress import AttentionPool, MeanPool
 from native_sparse_attention.cost import keys_read
 from native_sparse_attention.ops import reference
+from native_sparse_attention.presets import PRESETS
 
 SETTINGS = dict(
     dim=48, dim_head=16, heads=4, kv_heads=2, sliding_window_size=5, compress_block_size=8,
     compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2, causal=True,
     num_initial_blocks=0, num_local_blocks=1,
 )  # fmt: skip
-CONFIG = NSAConfig(**SETTINGS)
+CONFIG, ONE_SOFTMAX = NSAConfig(**SETTINGS), "one-softmax"
 SHAPE = dict(dim=4096, dim_head=128, heads=32, kv_heads=8, causal=True)
 PAPER = dict(
     SHAPE, sliding_window_size=511, compress_block_sliding_stride=16, num_selected_blocks=13,
@@ -129,6 +132,25 @@ def test_compression_networks_are_counted():
     assert own.flops - mean.flops == 2 * 2 * (2 * 16 * width * width + 2 * 16 * width * 16)
 
 
+@pytest.mark.parametrize("T", [64, 65])
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_against_torch(name, T):
+    """At `dense_length` and above. SDPA counts the upper triangle too, eager PyTorch tiles."""
+    few = dict(dense_length=64, num_selected_blocks=1, num_initial_blocks=0, num_local_blocks=1)
+    shape, few = dict(dim=48, dim_head=16, heads=4, kv_heads=2), few if name == ONE_SOFTMAX else {}
+    config = NSAConfig.preset(name, 1024, causal=True, **shape, **few)
+    layer = SparseAttention.from_config(config)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        layer(torch.randn(1, T, 48))
+    cost = nsa_cost(config, T)
+    attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    projected = counter.get_total_flops() - attention
+    assert projected == cost.sparse.flops - cost.sparse.attention_flops
+    is_dense = name == ONE_SOFTMAX and T == 64
+    assert (cost.sparse.attention_flops == cost.dense.attention_flops) == is_dense
+    assert (cost.sparse.attention_flops * 2 * T == attention * (T + 1)) == is_dense
+
+
 # the calculator
 
 
@@ -139,6 +161,8 @@ GIVEN = [
     dict(branches=["compressed", "window"], branch_kv="independent"),
     dict(branches=["window"]),
     dict(branches=["selected"], importance="max", dense_length=20, num_local_blocks=3),
+    dict(branches=["selected"], dense_length=20, use_diff_topk=True),
+    dict(branches=["selected"], dense_length=20, selection_stride=4),
     dict(branches=["selected", "window"], importance="index", index_dim=8, index_heads=2),
     dict(
         branches=["selected"], rank_rotated=True, compress_block_size=1,
@@ -148,7 +172,7 @@ GIVEN = [
 # settings of NSAConfig that no count depends on
 WITHOUT_COST = {
     "backend", "block_sizes", "index_pool", "interpolated_importance_score", "qk_norm_eps",
-    "recompute", "scale", "soft_cap", "use_diff_topk",
+    "recompute", "scale", "soft_cap",
 }  # fmt: skip
 GRID = [
     (settings | dict(causal=causal), T, mean)
@@ -177,7 +201,7 @@ def test_script_knows_every_setting():
     assert names - WITHOUT_COST == set(evaluate("Object.keys(COST_DEFAULTS)")) - {"mean"}
 
 
-@pytest.mark.parametrize("preset", ["one-softmax", "short-windows", "paper", "published"])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_form_can_describe_every_preset(preset):
     """A setting with a cost is a field of the form, a choice of it, or what the form assumes."""
     fields = evaluate("COST_FIELDS.map((field) => field[0])")
