@@ -19,6 +19,7 @@ from .dense import (
     mha_reference_bwd,
     mha_reference_no_custom_vjp,
 )
+from .ops.branches import DenseAttentionWarning
 from .ops.decode import decode_attention
 from .ops.functional import (
     compressed_attention,
@@ -38,6 +39,7 @@ except metadata.PackageNotFoundError:  # sources on the path, not installed
 
 __all__ = [
     "BlockSizes",
+    "DenseAttentionWarning",
     "KVCache",
     "NSAConfig",
     "PagedKVCache",

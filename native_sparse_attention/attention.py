@@ -249,11 +249,13 @@ class SparseAttention(Started):
 
     def extra_repr(self) -> str:
         c = self.config
+        window = f"window={c.sliding_window_size}, " if "window" in c.branches else ""
         return (
             f"heads={c.heads}, kv_heads={c.kv_heads}, dim_head={c.dim_head}, "
-            f"window={c.sliding_window_size}, l={c.compress_block_size}, d={c.d}, "
-            f"s={c.selection_block_size}, n={c.num_selected_blocks}, causal={c.causal}, "
-            f"soft_cap={c.soft_cap}, backend={c.backend!r}"
+            f"branches={c.branches}, importance={c.importance!r}, dense_length={c.dense_length}, "
+            f"{window}l={c.compress_block_size}, d={c.d}, s={c.selection_block_size}, "
+            f"n={c.num_selected_blocks}, causal={c.causal}, soft_cap={c.soft_cap}, "
+            f"backend={c.backend!r}"
         )
 
     def forward(
@@ -468,6 +470,8 @@ class SparseAttention(Started):
             if call.has_masks() or documents is not None:
                 # the layer and its cache made all other tensors
                 call = functional.checked(call, settings)
+            if cache is None:
+                branches.warn_dense(call, settings)
             keep_slots = config.selection_stride > 1
             out, indices = branches.attend(call, settings, backend, keep_slots)
             if self.observer is not None:

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 import native_sparse_attention as nsa
 from native_sparse_attention import KVCache, NSAConfig, SparseAttention
 from native_sparse_attention.compress import AttentionPool, MeanPool
+from native_sparse_attention.ops.branches import TOLD
 from native_sparse_attention.rotary import Rotary, rotate
 from native_sparse_attention.transformer import Attention
 from tests.helpers.decoder import Decoder
@@ -148,6 +149,38 @@ def test_dense_attention_runs_through_sdpa(settings, length, is_sdpa):
     with torch.no_grad(), cached:
         torch.testing.assert_close(module(x, cache=KVCache()), expected)
     assert (F.scaled_dot_product_attention in cached.functions) == is_sdpa
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (dict(dense_length=64), r"dense up to 64 tokens \(dense_length\), sparse for longer"),
+        (dict(num_selected_blocks=3), r"dense up to 32 tokens \(the blocks cover them\)"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_dense_attention_is_told_once(settings, reason):
+    """For whole sequences in eager mode, to who has not asked for it."""
+    module, x = layer(torch.float32, **ONE | settings), torch.randn(1, 70, DIM)
+    TOLD.clear()
+    with pytest.warns(nsa.DenseAttentionWarning, match=reason) as told:
+        module(x[:, :30])
+        module(x[:, :20])
+    assert len(told) == 1
+    TOLD.clear()
+    cache = module(x[:, :20], return_cache=True)[1]
+    module(x[:, 20:21], cache=cache)
+    module(x)
+    torch.compile(module, backend="eager", fullgraph=True)(x[:, :30])
+    layer(torch.float32, **ONE, num_selected_blocks=0)(x[:, :8])
+    module.dense = True
+    module(x[:, :30])
+
+
+def test_repr_shows_what_a_layer_computes():
+    shown = repr(layer(**ONE, dense_length=64, importance="max"))
+    assert "branches=('selected',), importance='max', dense_length=64, " in shown
+    assert "window=" not in shown and "window=5, " in repr(layer())
 
 
 @pytest.mark.parametrize("settings", [{}, dict(soft_cap=2.0), dict(attention_sinks=True)], ids=str)

@@ -9,6 +9,7 @@ sinks, soft caps).
 from __future__ import annotations
 
 import sys
+import warnings
 
 import torch
 from torch import Tensor
@@ -24,6 +25,11 @@ from .triton.operator import needs_gradient
 
 # up to so many selected blocks, a call keeps a slot for each even if the sequence has fewer blocks
 MANY_BLOCKS = 64
+TOLD: set[int] = set()  # limits that `warn_dense` told; Python forgets when filters change
+
+
+class DenseAttentionWarning(UserWarning):
+    """Sequences are so short that a layer of sparse attention attends densely."""
 
 
 def attend(
@@ -79,7 +85,7 @@ def attend_one_softmax(
     first = 0 if isinstance(is_dense, Tensor) else is_dense
     if first == T:
         indices = rank(call, config, backend)[0] if keep_slots else None
-        return attend_densely(call, config, backend), indices
+        return attend_all_keys(call, config, backend), indices
 
     sparse = call
     if first:
@@ -100,7 +106,7 @@ def attend_one_softmax(
         # contiguous: no guard on the strides of an exported graph
         out = torch.where(is_dense[..., None, None], dense.contiguous(), out.contiguous())
     elif first:
-        dense = attend_densely(call.but(q=call.q[:, :first]), config, backend)
+        dense = attend_all_keys(call.but(q=call.q[:, :first]), config, backend)
         out = torch.cat((dense, out), dim=1)
     return out, indices
 
@@ -126,6 +132,12 @@ def dense_queries(call: Call, config: AttentionConfig) -> int | Tensor:
 
 
 def attend_densely(call: Call, config: AttentionConfig, backend: str) -> Tensor:
+    """`attend_all_keys` instead of a selection, with `warn_dense`."""
+    warn_dense(call, config)
+    return attend_all_keys(call, config, backend)
+
+
+def attend_all_keys(call: Call, config: AttentionConfig, backend: str) -> Tensor:
     """Attention [B T H E] over all keys, causally over those up to the query: by SDPA, unless it
     has no form of the call or eager PyTorch has to give second derivatives."""
     q, k, v, offset, causal = call.q, call.k, call.v, call.q_offset, config.causal
@@ -134,8 +146,7 @@ def attend_densely(call: Call, config: AttentionConfig, backend: str) -> Tensor:
         k, v = (t[:, : offset + T] for t in (k, v))
     is_plain = call.documents is None and call.sinks is None and config.soft_cap is None
     # SDPA aligns its causal mask with the first key
-    is_aligned = not causal or T in (1, k.shape[1])
-    is_plain = is_plain and is_known and is_aligned
+    is_plain = is_plain and is_known and (not causal or T in (1, k.shape[1]))
     is_plain = is_plain and q.shape[-1] == v.shape[-1] and 0 not in q.shape
     if not is_plain or (backend == "eager" and needs_gradient((q, k, v))):
         return attend_window(call.but(k=k, v=v), config, backend, k.shape[1])
@@ -144,6 +155,18 @@ def attend_densely(call: Call, config: AttentionConfig, backend: str) -> Tensor:
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out = sdpa(q, k, v, is_causal=causal, scale=config.scale, enable_gqa=is_grouped)
     return out.transpose(1, 2)
+
+
+def warn_dense(call: Call, config: AttentionConfig) -> None:
+    """Warn of whole sequences that attend densely, not asked to, where blocks were to be ranked."""
+    limit, T = config.dense_limit, call.q.shape[1]
+    is_told = torch.compiler.is_compiling() or limit in TOLD or config.dense_length == sys.maxsize
+    ranks = config.ranks and config.branches == ("selected",) and not call.has_masks()
+    if ranks and not is_told and 1 < T == call.k.shape[1] <= limit:
+        reason = "dense_length" if config.dense_length == limit else "the blocks cover them"
+        text = f"attention is dense up to {limit} tokens ({reason}), sparse for longer sequences"
+        warnings.warn(text, DenseAttentionWarning, stacklevel=3)
+        TOLD.add(limit)
 
 
 def attend_window(call: Call, config: AttentionConfig, backend: str, w: int) -> Tensor:

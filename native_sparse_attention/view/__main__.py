@@ -18,7 +18,6 @@ from typing import Any
 from torch import nn
 
 from ..checks import check_device, check_int
-from .collector import sparse_layers
 from .pages import page, token_texts
 
 PROGRAM = "python -m native_sparse_attention.view"
@@ -86,14 +85,8 @@ def main(
     except (ValueError, ImportError, NotImplementedError) as error:
         parser.error(" ".join(str(error).split()))
     part = f", the first of {args.text}" if len(ids) > most else ""
-    size, tokens = len(content) / 1e6, min(len(ids), most)
-    sys.stdout.write(f"{args.out}: {tokens:,} tokens{part}; {size:.1f} MB\n")
-    layers = sparse_layers(model, args.layers)
-    dense_length = min(layer.config.dense_length for layer in layers.values())
-    if dense_length >= tokens:
-        hint = ": --settings '{\"dense_length\": 0}' shows blocks" if model_kwargs else ""
-        told = f"every token attends to all keys, as dense_length is {dense_length}{hint}\n"
-        sys.stdout.write(told)
+    told = f"{args.out}: {min(len(ids), most):,} tokens{part}; {len(content) / 1e6:.1f} MB\n"
+    sys.stdout.write(told)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ import pytest
 import torch
 import transformers
 
-from native_sparse_attention import NSAConfig
+from native_sparse_attention import DenseAttentionWarning, NSAConfig
 from native_sparse_attention.hf import use_dense_attention, use_sparse_attention
+from native_sparse_attention.ops import branches
 from tests.helpers.tiny_models import SIZES, SPARSE, close, of_parts, prompts, tiny
 
 MESSAGES = [
@@ -34,6 +35,15 @@ def test_settings_are_checked(settings, told):
         use_sparse_attention(model, **settings)
     assert model.config._attn_implementation == "sdpa"
     assert not hasattr(model.config, "nsa_config")
+
+
+def test_dense_attention_is_told_once():
+    model, (ids,) = use_sparse_attention(tiny()), prompts(9)
+    branches.TOLD.clear()
+    with pytest.warns(DenseAttentionWarning, match=r"up to 8192 tokens \(dense_length\)") as told:
+        for _ in range(2):
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
+    assert [warning.category for warning in told] == [DenseAttentionWarning]
 
 
 def test_a_config_gives_settings():
