@@ -99,7 +99,7 @@ def check_device(name: str, device: Any) -> torch.device:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...] | Mapping[str, Any]) -> None:
-    if not isinstance(value, (str, bool)) or value not in choices:
+    if not isinstance(value, (str, bool, torch.dtype)) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .attention import SparseAttention
-from .checks import check_bools, check_device, check_int, describe
+from .checks import check_bools, check_choice, check_device, check_int, check_type, describe
 from .compress import MeanPool
 from .config import NSAConfig
 
@@ -46,12 +46,8 @@ def warmup(
     Raises:
         ValueError: arguments of the wrong type, or a device that is not a CUDA device.
     """
-    if not isinstance(config, NSAConfig):
-        raise ValueError(f"config must be an NSAConfig, got {describe(config)}")
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"dtype must be one of {', '.join(map(str, DTYPES))}, got {describe(dtype)}"
-        )
+    check_type("config", config, NSAConfig, "an NSAConfig")
+    check_choice("dtype", dtype, DTYPES)
     if isinstance(lengths, (str, int)) or not isinstance(lengths, Sequence):
         raise ValueError(f"lengths must be a sequence of integers, got {describe(lengths)}")
     lengths = [check_int("lengths", length, 1) for length in lengths]

@@ -9,7 +9,6 @@ from typing import Any
 
 from .checks import check_choice, check_int
 
-PRESETS = ("published", "paper", "short-windows", "one-softmax")
 SIZES = (
     "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
     "sliding_window_size", "num_initial_blocks", "num_local_blocks",
@@ -22,23 +21,22 @@ THREE_BRANCHES: Sizes = {
 }  # fmt: skip
 SHORT_WINDOWS: Sizes = {1024: (8, 4, 16, 63), 4096: (8, 4, 32, 255), LONG: (8, 4, 64, 255)}
 ONE_SOFTMAX: Sizes = {16384: (1, 1, 32, None, 2, 16), LONG: (1, 1, 64, None, 1, 8)}
-LENGTHS: dict[str, Sizes] = {
-    "published": THREE_BRANCHES, "paper": THREE_BRANCHES, "short-windows": SHORT_WINDOWS,
-    "one-softmax": ONE_SOFTMAX,
-}  # fmt: skip
-FORMS: dict[str, dict[str, Any]] = {
-    "published": dict(num_selected_blocks=16),
-    "paper": dict(
+FORMS: dict[str, tuple[Sizes, dict[str, Any]]] = {
+    "published": (THREE_BRANCHES, dict(num_selected_blocks=16)),
+    "paper": (THREE_BRANCHES, dict(
         importance="probs", branch_kv="independent", num_initial_blocks=1, num_local_blocks=2,
         num_selected_blocks=13,
-    ),
-    "short-windows": dict(num_initial_blocks=1, num_local_blocks=2, num_selected_blocks=6),
-    "one-softmax": dict(
+    )),
+    "short-windows": (SHORT_WINDOWS, dict(
+        num_initial_blocks=1, num_local_blocks=2, num_selected_blocks=6,
+    )),
+    "one-softmax": (ONE_SOFTMAX, dict(
         branches=("selected",), importance="max", rank_rotated=True, num_selected_blocks=16,
         # up to here blocks gain little time, or lose some (docs/performance.md)
         dense_length=8192,
-    ),
+    )),
 }  # fmt: skip
+PRESETS = tuple(FORMS)
 
 
 def preset(
@@ -47,12 +45,13 @@ def preset(
     """Settings of `NSAConfig.preset`, some of them replaced by the user's."""
     check_choice("name", name, PRESETS)
     longest = LONG if length is None else check_int("length", length, 1)
-    sizes = next(sizes for limit, sizes in LENGTHS[name].items() if longest <= limit)
+    lengths, form = FORMS[name]
+    sizes = next(sizes for limit, sizes in lengths.items() if longest <= limit)
     changes = dict(user_settings or {})
     settings: dict[str, Any] = {
         key: size for key, size in zip(SIZES, sizes, strict=False) if size is not None
     }
-    settings = FORMS[name] | settings | changes
+    settings = form | settings | changes
     # left out where settings that replace those of the preset exclude it
     stride, dense_length = settings.get("selection_stride", 1), settings.get("dense_length", 0)
     divides = not isinstance(stride, int) or stride < 1 or dense_length % stride == 0
