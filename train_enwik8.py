@@ -22,56 +22,21 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-import torch
-
-try:
-    from tqdm import tqdm
-
-    from training.plot import draw, tensorboard
-except ModuleNotFoundError as error:
-    needed = str(error.name).partition(".")[0]
-    print(
-        f"train_enwik8.py needs {needed}: pip install 'native-sparse-attention[train]'",
-        file=sys.stderr,
-    )
-    sys.exit(2)
-
-from native_sparse_attention import Transformer
-from training.batches import batches
-from training.data import check_data, load_data, split
-from training.errors import UserError
-from training.evaluate import evaluate
-from training.forward import compiled, loss_of
 from training.options import (
     Table,
     catch_signals,
     count,
     exit_status,
     layer_indices,
-    new_settings,
     parse,
     real,
     refuse_processes,
-    resume_settings,
     seed,
     size,
     threads,
     tokens,
     whole,
 )
-from training.runs import (
-    METRICS,
-    append,
-    check_name,
-    model_arguments,
-    open_folder,
-    resume,
-    save_best,
-    save_checkpoint,
-    write,
-)
-from training.sample import generate, sample
-from training.view import check_view, write_view
 
 __all__ = ["main"]
 
@@ -131,6 +96,49 @@ SETTINGS: Table = {
     "device": (str, None, None, "cpu, cuda, cuda:1 ... (default: cuda where there is one)"),
 }
 
+# tokens of a sequence, as README.md says of short ones
+DENSE_IS_FASTER = 4096
+# fits into 80 columns with the loss and the speed; the bar takes what is left
+BAR = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
+
+
+def command_line(argv: list[str] | None = None) -> Namespace:
+    return parse(argv, SETTINGS, (__doc__ or "").partition("\n")[0])
+
+
+if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:
+    command_line()  # which ends here, before imports of seconds
+
+try:
+    import torch
+    from tqdm import tqdm
+
+    from native_sparse_attention import Transformer
+    from training.batches import batches
+    from training.data import check_data, load_data, split
+    from training.errors import UserError
+    from training.evaluate import evaluate
+    from training.forward import compiled, loss_of
+    from training.plot import draw, tensorboard
+    from training.runs import (
+        METRICS,
+        append,
+        check_name,
+        model_arguments,
+        open_folder,
+        resume,
+        save_best,
+        save_checkpoint,
+        write,
+    )
+    from training.sample import generate, sample
+    from training.settings import new_settings, resume_settings
+    from training.view import check_view, write_view
+except ModuleNotFoundError as error:
+    needed = str(error.name).partition(".")[0]
+    print(f"train_enwik8.py needs {needed}: pip install -e '.[train]'", file=sys.stderr)
+    sys.exit(2)
+
 
 def build(cfg: Namespace) -> Transformer:
     """The model of the settings; `training.runs.load_model` takes the same arguments."""
@@ -184,6 +192,8 @@ def train(given: Namespace, held: ExitStack) -> int:
     forward = compiled(model, cfg)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters:,} parameters, {cfg.attention} attention on {cfg.device}")
+    if cfg.attention != "dense" and cfg.seq_len <= DENSE_IS_FASTER:
+        print(f"{cfg.seq_len} tokens a sequence: dense attention is faster up to {DENSE_IS_FASTER}")
     print(f"{cfg.data}: {len(train_data):,} bytes to train, {len(valid_data):,} to validate")
 
     # where to begin: the newest whole checkpoint, or step 0 with a first validation
@@ -209,9 +219,9 @@ def train(given: Namespace, held: ExitStack) -> int:
     print(f"{run}: step {start} of {cfg.steps}, validation {best:.3f} bits per byte at best")
 
     # the loop
-    progress: dict[str, Any] = {"total": cfg.steps, "initial": start, "unit": "step"}
+    progress: dict[str, Any] = {"total": cfg.steps, "initial": start, "bar_format": BAR}
     quiet = 0.1 if sys.stderr.isatty() else 10.0
-    with tqdm(desc=run.name, dynamic_ncols=True, mininterval=quiet, **progress) as bar:
+    with tqdm(dynamic_ncols=True, mininterval=quiet, **progress) as bar:
         clock, tokens, valid = time.monotonic(), 0, best
         for step in range(start + 1, cfg.steps + 1):
             last = step == cfg.steps
@@ -252,8 +262,8 @@ def train(given: Namespace, held: ExitStack) -> int:
                     record["test_bpb"] = evaluate(forward, test_data, cfg, cfg.test_bytes)
                 records.append(record)
                 append(run / METRICS, json.dumps(record))
-                shown = f"loss {record['loss']:.3f}, {record['bpb']:.3f} bits/byte, "
-                shown += f"validation {valid:.3f}, {speed:,.0f} tokens/s"
+                shown = f"loss {record['bpb']:.3f} bits/byte, val {valid:.3f}, "
+                shown += f"{speed:,.0f} tokens/s"
                 bar.set_postfix_str(shown, refresh=False)
                 if board:
                     for name, value in record.items():
@@ -287,7 +297,7 @@ def train(given: Namespace, held: ExitStack) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     def command() -> int:
-        given = parse(argv, SETTINGS, (__doc__ or "").partition("\n")[0])
+        given = command_line(argv)
         refuse_processes()
         if "sample" in given:
             return sample(given, SETTINGS, build)

@@ -1,4 +1,5 @@
-"""Settings of a run and its command line: ranges, presets, what `config.json` may hold, signals."""
+"""The command line of a run: kinds of settings, options, signals, exit status. Without torch, whose
+import takes longer than `--help` may."""
 
 from __future__ import annotations
 
@@ -10,17 +11,10 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from native_sparse_attention.checks import TOO_LARGE
-from native_sparse_attention.presets import preset
-
 from .errors import UserError, reason
-from .runs import CHANGEABLE, CONFIG, locked, read_config, verify_config
 
 
 class number:
@@ -47,7 +41,7 @@ def layer_indices(text: str) -> str:
 
 
 count, whole, real = number(int, 1, 2**31 - 1), number(int, 0, 2**31 - 1), number(float)
-tokens = number(int, 1, TOO_LARGE - 1)
+tokens = number(int, 1, 2**30 - 1)  # below TOO_LARGE of the package
 size, seed, threads = number(int, 1, 2**63 - 1), number(int, 0, 2**63 - 1), number(int, 1, 1024)
 Kind = Callable[[str], Any] | tuple[str, ...]
 # name: (type or choices, preset on CPU, preset on CUDA, meaning)
@@ -56,89 +50,6 @@ Table = dict[str, tuple[Kind, Any, Any, str]]
 
 def option(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-# tokens of a sequence from which on one softmax is the attention of a new run, but for lengths at
-# which docs/training.md has short windows ahead; and from which on a third of its layers rank
-# nothing
-ONE_SOFTMAX_FROM, LOCAL_FROM = 2048, 16384
-SHORT_WINDOWS = range(8192, 16384 + 1)
-
-
-def new_settings(given: Namespace, table: Table) -> Namespace:
-    """The settings of a new run: what was given, the rest from the preset of the device, or from
-    `NSAConfig.preset` for one softmax and for long sequences."""
-    device = find_device(getattr(given, "device", None))
-    column = 2 if device.startswith("cuda") else 1
-    usual: dict[str, Any] = {name: row[column] for name, row in table.items()}
-    length = getattr(given, "seq_len", usual["seq_len"])
-    attention = getattr(given, "attention", usual["attention"])
-    if attention == "auto":
-        three = length < ONE_SOFTMAX_FROM or length in SHORT_WINDOWS
-        attention = "sparse" if three else "one-softmax"
-    sizes: dict[str, Any] = {}
-    if attention == "one-softmax":
-        sizes = preset("one-softmax", length)
-    elif attention == "sparse" and length >= SHORT_WINDOWS.start:
-        sizes = preset("short-windows", length)
-    usual |= {name: value for name, value in sizes.items() if name in table}
-    usual |= vars(given) | dict(attention=attention)
-    if usual["local_layers"] == "auto":
-        usual["local_layers"] = "none"
-        if attention == "one-softmax" and length >= LOCAL_FROM:
-            # every second one from the second on: "1,3" of 6
-            third = range(1, usual["depth"] - 1, 2)[: usual["depth"] // 3]
-            usual["local_layers"] = ",".join(map(str, third)) or "none"
-    cfg = Namespace(**{name: usual[name] for name in table})
-    # half the cores: threads wait for each other, and all of them for one whose core is taken
-    cfg.device, cfg.threads = device, cfg.threads or max(1, torch.get_num_threads() // 2)
-    for name in ("compress_block_size", "selection_block_size"):
-        if cfg.attention != "dense" and cfg.seq_len < (size := getattr(cfg, name)):
-            raise UserError(f"--seq-len {cfg.seq_len} is shorter than {option(name)} {size}")
-    return cfg
-
-
-def find_device(name: str | None) -> str:
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.zeros(1, device=name).item()  # meta has no values
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise UserError(f"device {name!r} is not usable here; give --device cpu") from None
-    return name
-
-
-def open_run(run: Path, given: Namespace, table: Table) -> tuple[Namespace, dict[str, Any]]:
-    """The settings of a run with the given changes, and its whole `config.json`.
-
-    A change of a setting that cannot change is a UserError.
-    """
-    path, config = run / CONFIG, read_config(run)
-    verify_config(run, config)
-    saved = {"local_layers": "none"} | dict(config["settings"])  # which older runs do not have
-    if odd := sorted(saved.keys() ^ table.keys()):
-        what = "has no setting" if odd[0] in table else "has an unknown setting"
-        raise UserError(f"{path} {what} {odd[0]!r}")
-    for name in sorted(table.keys() & vars(given).keys()):
-        value, old = getattr(given, name), saved[name]
-        if name == "data" and value == "auto":
-            continue
-        if "sample" in given or name in CHANGEABLE:
-            saved[name] = value
-        elif value != old:
-            raise UserError(f"{option(name)} {value} was {old} in {path}: it cannot change")
-    return Namespace(**saved), config
-
-
-def resume_settings(
-    given: Namespace, table: Table, held: ExitStack
-) -> tuple[Namespace, dict[str, Any]]:
-    """The settings of the run and its `config.json`; `held` keeps the lock of the run."""
-    run: Path = given.resume
-    open_run(run, given, table)
-    held.enter_context(locked(run))
-    cfg, config = open_run(run, given, table)  # its last writer may have changed it meanwhile
-    cfg.device = find_device(cfg.device)
-    return cfg, config
 
 
 # the command line

@@ -17,8 +17,9 @@ from native_sparse_attention import Transformer
 from .data import encoded
 from .errors import UserError
 from .forward import autocast
-from .options import Table, find_device, open_run
+from .options import Table
 from .runs import load_run
+from .settings import find_device, open_run
 
 
 def sample(given: Namespace, table: Table, build: Callable[[Namespace], Transformer]) -> int:

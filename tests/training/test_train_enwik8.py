@@ -18,10 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import train_enwik8 as script  # noqa: E402
+from native_sparse_attention.checks import TOO_LARGE  # noqa: E402
 from native_sparse_attention.presets import preset  # noqa: E402
-from training.options import new_settings  # noqa: E402
+from training import options  # noqa: E402
 from training.runs import load_model  # noqa: E402
 from training.sample import generate  # noqa: E402
+from training.settings import new_settings  # noqa: E402
 
 TINY = [
     *("--dim", 16, "--depth", 1, "--heads", 2, "--kv-heads", 1, "--dim-head", 8),
@@ -85,7 +87,10 @@ def test_run_leaves_what_it_promises(trained):
     assert 0 < records[-1]["test_bpb"] < 9
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert done.stdout.count("--- step") == 2
-    assert "bits/byte" in done.stderr and "tokens/s" in done.stderr
+    last = done.stderr.split("\r")[-1].strip()  # of a terminal of 80 columns
+    assert last.startswith("20/20 |") and last.endswith(" tokens/s") and len(last) < 80
+    assert " left, loss " in last and " bits/byte, val " in last
+    assert "32 tokens a sequence: dense attention is faster up to 4096\n" in done.stdout
     again = in_process(cwd, "--resume", "runs/whole")
     assert again.returncode == 0 and "finished at step 20" in again.stdout
 
@@ -227,6 +232,8 @@ def in_process(cwd, *args):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "stdout", out)
             patch.setattr(sys, "stderr", err)
+            patch.setenv("COLUMNS", "80")
+            patch.setenv("LINES", "24")
             status = script.main(list(map(str, args)))
     finally:
         os.chdir(before)
@@ -255,11 +262,20 @@ def test_bad_sampling_options(trained, args):
 # without what a program is used to
 
 
+def test_help_needs_no_torch(tmp_path):
+    for name in ("torch", "numpy", "matplotlib", "tqdm"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command("--help"), env=env, capture_output=True, text=True)
+    assert "--seq-len" in finished(done).stdout
+    assert options.tokens.most == TOO_LARGE - 1
+
+
 @pytest.mark.parametrize("name", ["tqdm", "matplotlib.figure"])
 def test_the_extra_is_named(name, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "training.plot", raising=False)
     with pytest.raises(SystemExit) as left:
         runpy.run_path(str(ROOT / "train_enwik8.py"))
-    told = f"needs {name.partition('.')[0]}: pip install 'native-sparse-attention[train]'"
+    told = f"needs {name.partition('.')[0]}: pip install -e '.[train]'"
     assert left.value.code == 2 and told in capsys.readouterr().err
