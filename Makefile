@@ -30,7 +30,7 @@ docs:  ## redraw pictures from the library's own geometry, tables from the rows
 	$(PYTHON) docs/draw_gallery.py
 	$(PYTHON) -m benchmarks --table
 
-site:  ## the documentation as pages under site/; needs the `docs` extra
+site:  ## the documentation as pages under site/; needs docs/requirements.txt
 	$(PYTHON) -m mkdocs build --strict
 
 ci:  ## the whole gate, in environments of its own

@@ -33,7 +33,7 @@ def test_the_extra_is_named(name, monkeypatch):
     for module in [m for m in sys.modules if m.startswith("native_sparse_attention.hf")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(metadata, "version", without)
-    with pytest.raises(SystemExit, match=r"pip install 'native-sparse-attention\[hf\]'"):
+    with pytest.raises(SystemExit, match=r"pip install -e '.\[hf\]'"):
         example(name)
 
 

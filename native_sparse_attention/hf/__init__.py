@@ -11,8 +11,7 @@ try:
 
     require_version("transformers>=5.17")  # that of the extra hf
 except ImportError as error:
-    install = "pip install 'native-sparse-attention[hf]'"
-    raise ImportError(f"native_sparse_attention.hf needs its extra, {install}: {error}") from None
+    raise ImportError(f"native_sparse_attention.hf needs pip install -e '.[hf]': {error}") from None
 
 from .attention import use_dense_attention, use_sparse_attention
 from .cache import SparseCache, StaticSparseCache

@@ -47,13 +47,8 @@ def draw_text(share: Tensor) -> str:
 
 def save(path: Path, title: str, shape: tuple[int, int], share: Tensor, tiles: Tensor) -> None:
     """Save the pairs and the tiles of a mask side by side as a PNG."""
-    try:
-        from matplotlib.colors import ListedColormap
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "drawing a picture needs matplotlib: pip install 'native-sparse-attention[train]'"
-        ) from error
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.7), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -110,7 +105,9 @@ def main(argv: list[str] | None = None) -> None:
         if out is not None:
             share = draw_pairs(mask_mod, q_len, kv_len, PIXELS)[1]
             save(out, name, (q_len, kv_len), share, tiles)
-    except (ValueError, ImportError, OSError) as error:
+    except ImportError as error:
+        parser.error(f"a picture needs matplotlib: pip install -e '.[plot]' ({error})")
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 

@@ -22,8 +22,7 @@ def new_figure(width: float, height: float) -> tuple[Figure, Any]:
     try:
         from matplotlib.figure import Figure as Canvas
     except ImportError as error:
-        install = "pip install 'native-sparse-attention[plot]'"
-        raise ImportError(f"pictures need matplotlib: {install}") from error
+        raise ImportError("pictures need matplotlib: pip install -e '.[plot]'") from error
     figure = Canvas(figsize=(width, height), dpi=120, layout="constrained")
     return figure, figure.subplots()
 

@@ -68,4 +68,4 @@ def test_command_without_matplotlib(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit):
         command.main(["causal", "--length", "8", "--out", str(tmp_path / "causal.png")])
-    assert "pip install 'native-sparse-attention[train]'" in capsys.readouterr().err
+    assert "pip install -e '.[plot]'" in capsys.readouterr().err

@@ -79,5 +79,5 @@ def test_what_cannot_be_drawn(two_layers):
 def test_without_matplotlib(two_layers, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for draw in (plot_gates, plot_mass, lambda seen: plot_selection(seen.forward()[0])):
-        with pytest.raises(ImportError, match=r"pip install 'native-sparse-attention\[plot\]'"):
+        with pytest.raises(ImportError, match=r"pip install -e '.\[plot\]'"):
             draw(two_layers)

@@ -233,7 +233,7 @@ def test_without_transformers(folder, capsys, monkeypatch):
     version = metadata.version
     monkeypatch.setattr(metadata, "version", lambda n: version(n if n != "transformers" else "no"))
     assert call(folder, "dense") == 2
-    assert "pip install 'native-sparse-attention[hf]'" in told_error(capsys)
+    assert "pip install -e '.[hf]'" in told_error(capsys)
 
 
 def test_texts_of_tokens():
