@@ -332,9 +332,9 @@ class NSAConfig(AttentionConfig):
                 local blocks; "short-windows", three branches that compress windows of 8 tokens, 4
                 apart, and learned most at 8,192 tokens (docs/training.md); or "one-softmax",
                 one softmax over initial, local and ranked blocks, ranked by the largest logit of
-                their tokens, and dense attention up to position 8192 (`dense_length`, left out
-                where other settings exclude it), where blocks gain little time or lose some.
-            length: tokens of the longest sequences, which decides the sizes; long by default.
+                their tokens, and dense up to 8192 tokens (`dense_length`, if settings allow it).
+            length: tokens of the longest sequences; long by default. The sizes of three branches
+                grow after 1024 and 4096 tokens, those of one softmax after 16384 alone.
             settings: other settings, dim, dim_head and heads among them, and those that replace
                 settings of the preset.
 

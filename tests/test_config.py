@@ -112,6 +112,13 @@ def test_every_preset_makes_a_layer(name, length):
     assert NSAConfig.preset(name, length, **SHAPE, num_selected_blocks=3).num_selected_blocks == 3
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_lengths_after_which_sizes_of_presets_grow(name):
+    lengths = 512, 1024, 2048, 4096, 8192, 16384, 32768
+    grown = [length for length in lengths if preset(name, length) != preset(name, length + 1)]
+    assert grown == ([16384] if name == "one-softmax" else [1024, 4096])
+
+
 def test_sizes_of_presets():
     sizes = dict(sliding_window_size=511, compress_block_sliding_stride=16)
     assert NSAConfig.preset("published", **SHAPE) == NSAConfig(**SHAPE, **sizes)
