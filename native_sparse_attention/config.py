@@ -28,7 +28,7 @@ from .checks import (
     check_positive,
     check_scale,
 )
-from .presets import preset
+from .presets import RECOMMENDED, preset
 
 # settings that the contents of a cache depend on; RANKED_GEOMETRY if it holds shared rankings
 GEOMETRY = (
@@ -229,14 +229,33 @@ def config_of_key(key: str) -> AttentionConfig:
     return AttentionConfig.unchecked(**values)
 
 
+# sizes that `SparseAttention` requires
+SIZES = {f"{name}_size" for name in ("compress_block", "selection_block", "sliding_window")}
+
+
+def recommend(config_class: Any) -> Any:
+    """The class, whose instances have the recommended settings where no size is given."""
+    initialize = config_class.__init__
+
+    @functools.wraps(initialize)
+    def complete(self: Any, **settings: Any) -> None:
+        if not settings.keys() & {*SIZES, "num_selected_blocks"}:
+            settings = preset(RECOMMENDED, None, dict(causal=True) | settings)
+        initialize(self, **settings)
+
+    config_class.__init__ = complete
+    return config_class
+
+
+@recommend
 @dataclass(frozen=True, kw_only=True)
 class NSAConfig(AttentionConfig):
-    """Every setting of `SparseAttention` except its networks. `NSAConfig.preset` has the
-    paper's sizes.
+    """Every setting of `SparseAttention` except its networks.
 
-    `SparseAttention.from_config(NSAConfig(dim=512, dim_head=64, heads=8, causal=True))` makes the
-    same layer as the same keyword arguments do. `layer.config` returns the settings as plain
-    values.
+    With sizes, `SparseAttention.from_config(NSAConfig(...))` makes the same layer as
+    `SparseAttention(...)` does. Without any size of a window or a block, and without a number of
+    blocks, the settings are those of the recommended preset, "one-softmax" for long sequences,
+    causal. `layer.config` returns the settings as plain values.
 
     Args:
         dim, dim_head, heads: width of the input and output; D, head dimension; H, query heads.

@@ -9,6 +9,8 @@ from typing import Any
 
 from .checks import check_choice, check_int
 
+# of `NSAConfig` without sizes, `Transformer` and `NSAModelConfig`
+RECOMMENDED = "one-softmax"
 SIZES = (
     "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
     "sliding_window_size", "num_initial_blocks", "num_local_blocks",

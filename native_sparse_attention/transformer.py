@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,6 @@ from .attention import SparseAttention
 from .cache.kv_cache import Identity, KVCache, check_cache, check_caches
 from .cache.paged import PagedKVCache
 from .checks import (
-    BRANCHES,
     check_bools,
     check_choice,
     check_groups,
@@ -35,9 +35,11 @@ from .checks import (
     check_type,
     copied,
 )
+from .config import SETTINGS, NSAConfig
 from .generate import check_prompt, check_stop, generate, token_sampler
 from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
+from .presets import RECOMMENDED
 from .ranking import WEIGHTS, sampled
 from .rotary import Rotary, make_rotary, rotate
 from .varlen import Documents, Layout, layer_layout
@@ -49,6 +51,9 @@ DEFAULT_SPARSE_ATTN = dict(
     selection_block_size=8,
     num_selected_blocks=4,
 )
+
+# what an `NSAConfig` decides, where it is left at
+USUAL_SHAPE = dict(dim_head=64, heads=8, kv_heads=None, causal=True)
 
 # the label that cross_entropy ignores
 NO_LABEL = -100
@@ -145,6 +150,29 @@ def FeedForward(dim: int, expansion_factor: float = 4.0) -> nn.Sequential:
     )
 
 
+def layer_settings(
+    shape: dict[str, Any], config: NSAConfig | str | None, kwargs: Any
+) -> tuple[NSAConfig, dict[str, Any]]:
+    """The settings of sparse layers, and the arguments of SparseAttention besides them."""
+    if isinstance(config, NSAConfig):
+        for name, usual in (("dim", None), *USUAL_SHAPE.items()):
+            if shape[name] not in (usual, getattr(config, name)):
+                raise ValueError(
+                    f"{name} must be that of config, {getattr(config, name)}, got {shape[name]}"
+                )
+        return config, {}
+    if kwargs is None:
+        name = RECOMMENDED if config is None else config
+        check_type("config", name, str, "an NSAConfig, the name of a preset or None")
+        return NSAConfig.preset(name, **shape), {}
+    check_type("sparse_attn_kwargs", kwargs, Mapping, "a dict or None")
+    sizes: dict[str, Any] = dict(DEFAULT_SPARSE_ATTN)
+    if "compress_block_size" in kwargs:
+        del sizes["compress_block_sliding_stride"]
+    settings = sizes | {name: kwargs[name] for name in kwargs if name in SETTINGS | {"norm"}}
+    return NSAConfig(**shape, **settings), {n: kwargs[n] for n in kwargs if n not in settings}
+
+
 class Transformer(Started):
     """A decoder-only (or, with `causal=False`, bidirectional) language model, with the state-dict
     names of the published package's Transformer.
@@ -153,15 +181,19 @@ class Transformer(Started):
         num_tokens: size of the vocabulary.
         dim, dim_head, heads, kv_heads: as in SparseAttention; depth: number of layers.
         ff_expansion_factor: hidden width of a feed-forward over dim.
-        use_sparse_attn: SparseAttention, or dense attention.
+        use_sparse_attn: SparseAttention, or dense attention; a `config` asks for SparseAttention.
         causal: whether a token sees no later tokens.
         use_flex_sliding_window, use_flex_fine_selection: run these branches in flex_attention,
             under masks that a forward makes for all its layers; with gradients on CUDA only. A
             forward with a cache or with packed documents uses the layer's own backend.
         use_triton_fine_selection: `backend="triton"` for the sparse layers.
-        sparse_attn_kwargs: arguments of SparseAttention; `DEFAULT_SPARSE_ATTN` has the defaults. A
-            compress_block_size without a stride is also the stride. Each layer copies the networks
-            and shares a rotary_emb. A dense model warns that it does not use them.
+        sparse_attn_kwargs: arguments of SparseAttention, as the published package takes them;
+            `DEFAULT_SPARSE_ATTN` has the defaults of those left out. A compress_block_size without
+            a stride is also the stride. Each layer copies the networks and shares a rotary_emb. A
+            dense model warns that it does not use them.
+        config: settings of the sparse layers in place of `sparse_attn_kwargs`: the name of a
+            preset, "one-softmax" by default; or an `NSAConfig`, which decides dim_head, heads,
+            kv_heads and causal.
         activation_checkpointing: recompute each layer in the backward pass, for less memory.
         local_layers: indices of sparse layers that rank no blocks (`num_selected_blocks=0`), and
             attend to initial and local ones; -1 is the last.
@@ -186,6 +218,7 @@ class Transformer(Started):
         use_triton_fine_selection: bool = False,
         sparse_attn_kwargs: dict[str, Any] | None = None,
         *,
+        config: NSAConfig | str | None = None,
         activation_checkpointing: bool = False,
         local_layers: Sequence[int] = (),
         rotary_emb: RotaryEmbedding | Rotary | bool | None = None,
@@ -206,27 +239,30 @@ class Transformer(Started):
                 "use_flex_fine_selection and use_triton_fine_selection are two ways to compute one "
                 "branch: set at most one of them"
             )
-        self.causal = causal
-        self.use_sparse_attn = use_sparse_attn
-        self.use_flex_sliding_window = use_sparse_attn and use_flex_sliding_window
-        self.use_flex_fine_selection = use_sparse_attn and use_flex_fine_selection
-        self.activation_checkpointing = activation_checkpointing
-        shape: dict[str, Any] = dict(
-            dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, causal=causal
-        )
-        rotary = dict(rotary_emb=rotary_emb, rope_theta=rope_theta, inv_freq=inv_freq)
-        shape |= {name: value for name, value in rotary.items() if value is not None}
-        user_settings = {} if sparse_attn_kwargs is None else sparse_attn_kwargs
-        check_type("sparse_attn_kwargs", user_settings, Mapping, "a dict or None")
-        sparse: dict[str, Any] = dict(DEFAULT_SPARSE_ATTN)
-        if "compress_block_size" in user_settings:
-            del sparse["compress_block_sliding_stride"]
-        sparse |= user_settings
+        if sparse_attn_kwargs is not None and config is not None:
+            raise ValueError("config and sparse_attn_kwargs are two ways to set layers: give one")
         if sparse_attn_kwargs is not None and not use_sparse_attn:
             warnings.warn(
                 "sparse_attn_kwargs are not used by a Transformer with use_sparse_attn=False",
                 stacklevel=2,
             )
+        use_sparse_attn |= config is not None
+        shape: dict[str, Any] = dict(
+            dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, causal=causal
+        )
+        if use_sparse_attn:
+            if use_flex_sliding_window and config is None:  # the published form has a window
+                sparse_attn_kwargs = sparse_attn_kwargs or {}
+            layer_config, networks = layer_settings(shape, config, sparse_attn_kwargs)
+            causal = layer_config.causal
+        rotary: dict[str, Any] = dict(
+            rotary_emb=rotary_emb, rope_theta=rope_theta, inv_freq=inv_freq
+        )
+        rotary = {name: value for name, value in rotary.items() if value is not None}
+        self.causal, self.use_sparse_attn = causal, use_sparse_attn
+        self.use_flex_sliding_window = use_sparse_attn and use_flex_sliding_window
+        self.use_flex_fine_selection = use_sparse_attn and use_flex_fine_selection
+        self.activation_checkpointing = activation_checkpointing
         local = check_layers("local_layers", local_layers, depth)
         if local and not use_sparse_attn:
             raise ValueError(f"local_layers must be empty with use_sparse_attn=False, got {local}")
@@ -238,16 +274,18 @@ class Transformer(Started):
             attn: Module
             if use_sparse_attn:
                 # each layer copies the gate; SparseAttention itself copies compress_mlp
-                gate = copied(sparse.get("strategy_combine_mlp"))
-                settings = {**sparse, "strategy_combine_mlp": gate}
+                gate = copied(networks.get("strategy_combine_mlp"))
+                parts, settings = networks | dict(strategy_combine_mlp=gate), layer_config
                 if index in local:  # compressed keys that only rank are not needed
-                    settings |= dict(num_selected_blocks=0, use_diff_topk=False, dense_length=0)
-                    if "compressed" not in settings.get("branches", BRANCHES):
-                        settings["compress_mlp"] = None
-                triton = use_triton_fine_selection
-                attn = SparseAttention(**shape, **settings, use_triton_kernel=triton)
+                    settings = replace(
+                        settings, num_selected_blocks=0, use_diff_topk=False, dense_length=0
+                    )
+                    if not settings.compresses:
+                        parts["compress_mlp"] = None
+                parts["use_triton_kernel"] = use_triton_fine_selection
+                attn = SparseAttention.from_config(settings, **parts, **rotary)
             else:
-                attn = Attention(**shape)
+                attn = Attention(**shape, **rotary)
             self.layers.append(ModuleList([attn, FeedForward(dim, ff_expansion_factor)]))
         self.norm = nn.RMSNorm(dim)
         self.to_logits = nn.Linear(dim, num_tokens, bias=False)

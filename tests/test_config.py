@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from native_sparse_attention import BlockSizes, NSAConfig, SparseAttention
-from native_sparse_attention.presets import PRESETS, preset
+from native_sparse_attention.checks import BRANCHES
+from native_sparse_attention.presets import PRESETS, RECOMMENDED, preset
 
 SIZES = dict(
     dim=16, dim_head=8, heads=4, kv_heads=2, sliding_window_size=4, compress_block_size=8,
@@ -41,11 +42,15 @@ def test_a_layer_keeps_what_it_is_given():
     with pytest.raises(ValueError, match="config must be an NSAConfig, got dict"):
         SparseAttention.from_config(SIZES)
     assert SparseAttention(**SIZES).config == NSAConfig(**SIZES)
-    # but for sizes: those of the config are the paper's
-    config = NSAConfig(dim=16, dim_head=8, heads=4)
-    assert (config.kv_heads, config.compress_block_sliding_stride) == (4, 32)
-    assert (config.compress_block_size, config.selection_block_size) == (32, 64)
-    assert (config.num_selected_blocks, config.sliding_window_size) == (16, 512)
+    # without a size they are those of the recommended preset; with one the others are the paper's
+    shape = dict(dim=16, dim_head=8, heads=4)
+    assert NSAConfig(**shape) == NSAConfig.preset(RECOMMENDED, causal=True, **shape)
+    assert NSAConfig(**shape, causal=False, qk_norm=True) == NSAConfig.preset(
+        RECOMMENDED, causal=False, qk_norm=True, **shape
+    )
+    config = NSAConfig(**shape, num_selected_blocks=16)
+    assert (config.compress_block_sliding_stride, config.branches) == (32, BRANCHES)
+    assert (config.selection_block_size, config.sliding_window_size) == (64, 512)
 
 
 def test_a_scale_of_its_own():

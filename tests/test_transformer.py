@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from rotary_embedding_torch import RotaryEmbedding
 
-from native_sparse_attention import Transformer
+from native_sparse_attention import NSAConfig, Transformer
 from native_sparse_attention.compress import GroupedMLP
+from native_sparse_attention.presets import RECOMMENDED
 from native_sparse_attention.transformer import DEFAULT_SPARSE_ATTN
 from tests.helpers.layers import close, randomize
 
@@ -15,7 +16,10 @@ both = pytest.mark.parametrize("use_sparse_attn", [True, False])
 
 
 def model(use_sparse_attn=True, **kwargs):
-    return randomize(Transformer(**SHAPE | kwargs, use_sparse_attn=use_sparse_attn)).double()
+    """Of the published form if sparse."""
+    sizes = dict(sparse_attn_kwargs={}) if use_sparse_attn and "config" not in kwargs else {}
+    kwargs = SHAPE | sizes | kwargs
+    return randomize(Transformer(**kwargs, use_sparse_attn=use_sparse_attn)).double()
 
 
 def tokens(*shape):
@@ -84,6 +88,29 @@ def test_documents_and_padding(use_sparse_attn, causal):
     net(ids, mask=mask, return_loss=True).backward()
 
 
+def test_settings_of_layers():
+    """Of a preset, of a config, or of the published form."""
+    shape = dict(dim=16, dim_head=8, heads=2, kv_heads=1, causal=True)
+    preset = NSAConfig.preset(RECOMMENDED, **shape)
+    paper = NSAConfig.preset("paper", 1024, **shape, scale=0.3)
+    published = NSAConfig(**shape, **DEFAULT_SPARSE_ATTN)
+    for kwargs, expected in (
+        ({}, preset), (dict(config=RECOMMENDED), preset), (dict(sparse_attn_kwargs={}), published),
+        (dict(config=paper), paper), (dict(config=paper, dim_head=64, heads=8), paper),
+        (dict(use_flex_sliding_window=True), published),
+    ):  # fmt: skip
+        net = Transformer(**SHAPE | dict(use_sparse_attn="config" not in kwargs) | kwargs)
+        assert net.use_sparse_attn and [layer[0].config for layer in net.layers] == [expected] * 2
+    for kwargs, message in (
+        (dict(config="papers"), "name must be"), (dict(config=3), "config must be an NSAConfig"),
+        (dict(config=paper, sparse_attn_kwargs={}), "config and sparse_attn_kwargs are two ways"),
+        (dict(config=paper, dim=32), "dim must be that of config, 16, got 32"),
+        (dict(config=paper, causal=False), "causal must be that of config, True, got False"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            Transformer(**SHAPE | kwargs)
+
+
 @both
 def test_tensors_without_data(use_sparse_attn):
     """Shapes of losses, packed or not, and of every form of cache."""
@@ -99,7 +126,7 @@ def test_tensors_without_data(use_sparse_attn):
             net(ids, return_loss=True, **call).backward()
         assert all(p.grad.is_meta for p in net.parameters())
         fixed = dict(max_length=64, batch=1)
-        for storage in ({}, fixed, fixed | dict(page_size=8, num_pages=16)):
+        for storage in ({}, fixed, fixed | dict(page_size=64, num_pages=2)):
             cache = net.requires_grad_(False).new_cache(**storage)
             for n in (33, 1):
                 assert net(ids[:, :n], cache=cache).shape == (1, n, 64)

@@ -21,7 +21,7 @@ from ..checks import (
     describe,
 )
 from ..config import NSAConfig
-from ..presets import preset
+from ..presets import RECOMMENDED, preset
 from ..ranking import WEIGHTS
 
 # the name of the attention implementation
@@ -37,7 +37,7 @@ USUAL = {f.name: f.default for f in fields(NSAConfig)}
 # of the drop-in: one softmax over initial, local and ranked blocks, whose largest token is the
 # score of a block
 DEFAULTS = {
-    name: (USUAL | preset("one-softmax"))[name]
+    name: (USUAL | preset(RECOMMENDED))[name]
     for name in (
         "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
         "num_selected_blocks", "importance", "interpolated_importance_score", "num_initial_blocks",
@@ -85,7 +85,6 @@ def drop_in_settings(config: Any) -> dict[str, Any]:
     return settings | dict(branches=("selected",), causal=True)
 
 
-FORM = "one-softmax"
 # settings of a layer by their names in the configuration, and those that it has not: tile sizes
 # belong to a machine
 NAMES = dict(
@@ -177,7 +176,7 @@ class NSAModelConfig(PreTrainedConfig):
         `nsa` without a preset replaces single settings."""
         names = NSAModelConfig.__annotations__.keys() & kwargs.keys()
         user = {name: kwargs.pop(name) for name in names}
-        nsa, saved = user.get("nsa"), config_dict.get("nsa") or FORM
+        nsa, saved = user.get("nsa"), config_dict.get("nsa") or RECOMMENDED
         if isinstance(nsa, Mapping) and "preset" not in nsa:
             user["nsa"] = {**(dict(preset=saved) if isinstance(saved, str) else saved), **nsa}
         return super().from_dict({**config_dict, **user}, **kwargs)
@@ -236,7 +235,7 @@ class NSAModelConfig(PreTrainedConfig):
 
     def read_settings(self, nsa: Any) -> NSAConfig:
         """The settings of a layer that the argument `nsa` names, with those of its preset."""
-        nsa = FORM if nsa is None else nsa
+        nsa = RECOMMENDED if nsa is None else nsa
         nsa = dict(preset=nsa) if isinstance(nsa, str) else nsa
         if isinstance(nsa, Mapping):
             nsa = dict(nsa)
