@@ -263,10 +263,10 @@ def digits_found(model: Transformer, text: np.ndarray, contexts: int, cfg: Names
 
 DENSE = "dense"
 # at most four lines a panel
-DRAWN = ("dense", "paper", "1088 keys, blocks of 32", "MLP over windows of 8")
+DRAWN = ("dense", "paper's ranking, means", "1088 keys, blocks of 32", "MLP over windows of 8")
 # of different sizes
 SIZED = (
-    *("MLP over windows of 8", "MLP over windows of 8, 8 apart", "paper"),
+    *("MLP over windows of 8", "MLP over windows of 8, 8 apart", "paper's ranking, means"),
     *("1088 keys, blocks of 16", "1088 keys, blocks of 32", "1088 keys"),
     *("one softmax, max of tokens, rotated", "window"),
 )

@@ -5,7 +5,8 @@
     python -m benchmarks.model --quick      a small model, nothing recorded
 
 A training step is the forward and backward pass of the loss of one sequence, a prefill a forward
-without gradients; both eager, in bf16, by the clock. Before a form is timed, its logits are held
+without gradients; both eager, in bf16, by the clock. Dense attention is the model of one softmax
+with `dense=True`: the same weights, and SDPA. Before a sparse form is timed, its logits are held
 against its own weights in fp32 on the eager backend: at most twice the error of that backend in
 bf16.
 """
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_sparse_attention import Transformer
+from native_sparse_attention import Transformer, recipes
 from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.presets import preset
 
@@ -49,8 +50,14 @@ def sparse(name: str, **settings: Any) -> Callable[[dict[str, Any], int], Transf
     return make
 
 
+def dense(model: dict[str, Any], T: int) -> Transformer:
+    net = sparse("one-softmax", num_selected_blocks=0)(model, T)
+    recipes.set_dense(net, True)
+    return net
+
+
 FORMS: dict[str, Callable[[dict[str, Any], int], Transformer]] = {
-    "dense": lambda model, T: Transformer(**model),
+    "dense": dense,
     "one softmax": sparse("one-softmax"),
     "one softmax, ranked by means": sparse(
         "one-softmax", importance="logits", compress_block_size=32, compress_block_sliding_stride=16

@@ -45,7 +45,10 @@ SIZES: dict[str, Any] = dict(
     compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
     num_selected_blocks=13, num_initial_blocks=1, num_local_blocks=2, sliding_window_size=511,
 )  # fmt: skip
-PRESETS = ("paper", "short-windows", "one-softmax")
+# presets, and what is changed of them
+PRESETS: dict[str, dict[str, int]] = {
+    "paper": {}, "short-windows": {}, "one-softmax with dense_length=0": dict(dense_length=0),
+}  # fmt: skip
 
 
 class Sizes:
@@ -80,17 +83,12 @@ def layer_of(at: Sizes, preset: str, length: int) -> Any:
         layer: Any = twin.DenseAttention(at.dim, at.heads, at.kv_heads, at.width)
         return layer.to(at.device, at.dtype)
     from native_sparse_attention import NSAConfig, SparseAttention
-    from native_sparse_attention.compress import MeanPool
 
-    settings: dict[str, Any] = dict(
-        dim=at.dim, heads=at.heads, kv_heads=at.kv_heads, dim_head=at.width, causal=True
-    )
-    config = NSAConfig.preset(preset, length, **settings)
-    names = {**SIZES, "branches": 0, "importance": 0, "branch_kv": 0, "rank_rotated": 0}
-    settings |= {name: getattr(config, name) for name in names}
-    if preset != "one-softmax":
-        settings["compress_mlp"] = MeanPool()
-    return SparseAttention(**settings).to(at.device, at.dtype)
+    config = NSAConfig.preset(
+        preset.split()[0], length, dim=at.dim, heads=at.heads, kv_heads=at.kv_heads,
+        dim_head=at.width, causal=True, **PRESETS[preset],
+    )  # fmt: skip
+    return SparseAttention.from_config(config).to(at.device, at.dtype)
 
 
 def passes(layer: Any, x: Tensor) -> Iterator[tuple[str, Call]]:

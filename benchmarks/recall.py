@@ -123,9 +123,9 @@ def variants() -> dict[str, Settings]:
         found[name] = scaled(settings, FACTOR)
         if settings["compress_block_size"] == 32:
             found[name] |= dict(compress_block_size=8, compress_block_sliding_stride=4)
-    s = found["published"]["selection_block_size"]
+    s = found["published form"]["selection_block_size"]
     wide = dict(compress_block_size=32, compress_block_sliding_stride=s)
-    return found | {"published, windows of 32": found["published"] | wide}
+    return found | {"published, windows of 32": found["published form"] | wide}
 
 
 # a run

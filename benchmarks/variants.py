@@ -65,9 +65,11 @@ VARIANTS: dict[str, Settings] = {
     # nothing to rank: no time is spent on compressed keys
     "dense": dict(ONE, dense=True, num_selected_blocks=0),
     "window": dict(THREE, branches=["window"]),
-    "paper": dict(THREE, compress_mlp="mean", importance="probs", branch_kv="independent"),
+    "paper's ranking, means": dict(
+        THREE, compress_mlp="mean", importance="probs", branch_kv="independent"
+    ),
     "one softmax, max of tokens, rotated": ROTATED,
-    "published": dict(PUBLISHED, compress_mlp="random mlp"),
+    "published form": dict(PUBLISHED, compress_mlp="random mlp"),
     "mean pooling": dict(THREE, compress_mlp="mean"),
     "1088 keys": WIDE,
     "1088 keys, blocks of 32": SMALL,

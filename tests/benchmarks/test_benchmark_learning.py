@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import common, corpus, learning, recall, runs_pool, variants
 from native_sparse_attention import recipes
-from native_sparse_attention.presets import preset
+from native_sparse_attention.presets import PRESETS, preset
 
 QUICK = ["--quick", "--device", "cpu"]
 SHAPE = dict(learning.SHAPE, dim=32, depth=2, heads=4, dim_head=16)
@@ -38,12 +38,12 @@ def test_variants_share_initial_values():
             same = [name for name in same if "_compress." not in name]
         assert len(same) >= len(dense) - 2
         assert all(torch.equal(a[name], b[name]) for name in same)
-    for name, value in weights["paper"].items():
+    for name, value in weights["paper's ranking, means"].items():
         if "to_qkv" in name:
             q, kv = value.split([64, 3 * 64])
             assert torch.equal(q, dense[name][:64])
             assert all(torch.equal(part, dense[name][64:]) for part in kv.split(64))
-    networks = [layer.k_compress for layer in variants.layers(models["published"])]
+    networks = [layer.k_compress for layer in variants.layers(models["published form"])]
     assert not torch.equal(networks[0][-1].weight, networks[1][-1].weight)
     other = variants.build(SMALL["dense"], SHAPE, seed=2)
     assert not torch.equal(other.token_emb.weight, models["dense"].token_emb.weight)
@@ -51,7 +51,8 @@ def test_variants_share_initial_values():
 
 @pytest.mark.parametrize("T", [8192, 16384])
 def test_presets_are_what_is_trained(T):
-    """docs/training.md measures presets under the names of variants."""
+    """docs/training.md measures presets under names of variants; no other has a preset's name."""
+    assert not variants.VARIANTS.keys() & {*PRESETS}
     assert variants.VARIANTS["MLP over windows of 8"] == preset("short-windows", T)
     trained = dict(variants.VARIANTS["1088 keys, blocks of 32"])
     del trained["sliding_window_size"]  # of a branch that is not there
@@ -79,14 +80,14 @@ def test_keys_of_a_query():
         return variants.keys_per_query(variants.layers(model)[0], 8192)
 
     assert keys("dense") == {"dense": 8192} and keys("window") == {"window": 256}
-    assert keys("paper") == {"compressed": 512, "selected": 576, "window": 256}
+    assert keys("paper's ranking, means") == {"compressed": 512, "selected": 576, "window": 256}
     ones = [name for name in variants.VARIANTS if name.startswith("one softmax")]
     assert all(keys(name) == {"selected": 768} for name in ones)
 
 
 def test_a_stopped_run_continues_exactly(tmp_path, monkeypatch):
     """Stopped after every step and started again: the row of a run that was not."""
-    names = ["--variants", "paper"]
+    names = ["--variants", "paper's ranking, means"]
     whole = learning.main([*QUICK, *names, "--work", str(tmp_path / "whole")])
 
     stops = []
@@ -151,7 +152,7 @@ def test_what_failed_is_told(tmp_path, monkeypatch):
 
 def test_order_of_the_jobs():
     """Learning rates of the first seed; then the other seeds and lengths with the best one."""
-    names = ["dense", "window", "paper", "published", "one softmax, logits"]
+    names = ["dense", "window", "paper's ranking, means", "published form", "one softmax, logits"]
     chosen = {name: variants.VARIANTS[name] for name in names}
     plan = learning.Plan(chosen, {"sha256": "x", "bytes": 1}, lengths=(8192, 16384), lrs=(3.0, 1.0))
 
@@ -227,7 +228,7 @@ def test_settings_of_every_variant():
     for settings in found.values():
         local = settings["num_local_blocks"] * settings["selection_block_size"]
         assert max(local, settings["sliding_window_size"]) < sizes.task.least_distance
-    assert found["published"]["compress_block_size"] == 8
+    assert found["published form"]["compress_block_size"] == 8
     assert found["one softmax, max of 4, rotated"]["compress_block_size"] == 4
     assert len(set(map(str, found.values()))) == len(found)
     assert min(sizes.lengths + sizes.train_lengths) >= sizes.task.least_length

@@ -460,7 +460,7 @@ def test_a_checkout_against_itself(capsys):
         assert min(row["ms"], row["other_ms"]) > 0 and row["other_commit"]
     out = capsys.readouterr().out
     assert "| case | this, ms | other, ms | this / other |" in out
-    assert "| decode, layer, one-softmax, S=256 |" in out
+    assert "| decode, layer, one-softmax with dense_length=0, S=256 |" in out
 
 
 def test_a_folder_that_is_none(tmp_path):

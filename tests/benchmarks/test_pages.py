@@ -21,7 +21,12 @@ QUICK = [
     ("distillation", [], ["loss", "above", "found"], 6),
     pytest.param("generation", [], ["prefill_ms", "dynamic_over_sdpa"], 7, marks=pytest.mark.slow),
     ("layer", [], ["host_ms", "wall_ms", "error_share"], 12),
-    ("learning", ["--variants", "dense", "paper"], ["bits", "needle", "curve", "config"], 2),
+    (
+        "learning",
+        ["--variants", "dense", "paper's ranking, means"],
+        ["bits", "needle", "curve", "config"],
+        2,
+    ),
     ("masks", [*FAST, "--masks", "natten", "--scores"], ["p50_ms", "error_share"], 4),
     pytest.param("memory", [], ["mib", "seconds"], 2, marks=pytest.mark.slow),
     ("pretrained", [], ["loss", "above", "found", "right"], 12),
