@@ -52,6 +52,10 @@ class Rotary(Module):
         # their bits as integers, which mixed precision leaves alone
         self.register_buffer("exact", self.freqs.view(torch.int32).clone(), persistent=False)
 
+    def forward(self) -> Tensor:
+        """The frequencies in fp32 or better: hooks that offload buffers load them for this call."""
+        return self.freqs if self.freqs.dtype.itemsize >= 4 else self.exact.view(torch.float32)
+
     def reset_parameters(self) -> None:
         """Restore the frequencies of the constructor."""
         values = torch.tensor(self.start, dtype=torch.float32, device=self.freqs.device)
@@ -60,7 +64,7 @@ class Rotary(Module):
         self.exact = values.view(torch.int32)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
-        freqs = exact_frequencies(self)
+        freqs = Rotary.forward(self)
         super()._apply(fn, recurse)
         if self.freqs.dtype.itemsize < 4:
             self.freqs = freqs.to(self.freqs.device, torch.float32)
@@ -78,11 +82,11 @@ class Rotary(Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def exact_frequencies(rotary: Rotary | RotaryEmbedding) -> Tensor:
+def exact_frequencies(rotary: Rotary | RotaryEmbedding, device: torch.device) -> Tensor:
     """Frequencies in fp32 or better, unless they are learned in a narrower dtype."""
-    if rotary.freqs.dtype.itemsize >= 4 or not isinstance(rotary, Rotary):
-        return rotary.freqs
-    return rotary.exact.view(torch.float32)
+    if isinstance(rotary, Rotary):
+        return rotary()  # type: ignore[no-any-return]
+    return rotary(torch.ones(1, device=device))[0, ::2]  # angles of pairs at position 1
 
 
 def is_rounded(loaded: Tensor, exact: Tensor) -> bool:
@@ -176,10 +180,10 @@ def rotate(
     launch, unless frequencies are learned."""
     if rotary is None:
         return tensors
-    freqs = exact_frequencies(rotary)
+    like = tensors[0]
+    freqs = exact_frequencies(rotary, like.device)
     if supports_kernels(rotary, backend):
         return run_kernel(tensors, freqs, start, positions, float(rotary.interpolate_factor))
-    like = tensors[0]
     if positions is None:
         position = torch.arange(like.shape[2], device=like.device)
         position = position + (start[:, None, None] if isinstance(start, Tensor) else start)
@@ -207,5 +211,5 @@ def rotated_heads(
     if torch.compiler.is_compiling() or not needs_gradient((qkv,)):  # one launch would not help
         return None
     shape, factor = (heads, dim_head), float(rotary.interpolate_factor)
-    freqs = exact_frequencies(rotary)
+    freqs = exact_frequencies(rotary, qkv.device)
     return ProjectedHeads.apply(qkv, *shape, freqs, positions, factor)  # type: ignore[no-any-return]

@@ -679,9 +679,9 @@ class KVCache:
             self.batch = len(index)
             self._update_device_lengths()
 
-    def to(self, device: torch.device | str) -> KVCache:
-        """Move the storage to a device, in place; returns self."""
-        target = check_device("device", device)
+    def to(self, device: torch.device | str | None) -> KVCache:
+        """Move the storage to a device, in place; returns self. None, as of tensors, is no move."""
+        target = None if device is None else check_device("device", device)
         self._apply(lambda t: t.to(target))
         return self
 

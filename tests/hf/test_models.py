@@ -6,7 +6,9 @@ import copy
 import pytest
 import torch
 import transformers
+from rotary_embedding_torch import RotaryEmbedding
 
+from native_sparse_attention import SparseAttention
 from native_sparse_attention.hf import SparseCache, StaticSparseCache, convert, use_sparse_attention
 from tests.helpers.tiny_models import (
     CACHE,
@@ -130,6 +132,33 @@ def test_generate_gives_over_a_cache_what_it_gives_without(name, way):
         for cache in caches_of(name, model):
             assert generate(model, batch, **{CACHE: cache}).equal(expected)
     assert generate(model, batch, **settings).equal(expected)
+
+
+@pytest.mark.filterwarnings("ignore:You are calling .generate")  # the model is on meta
+@pytest.mark.parametrize("name", ["drop-in", "converted, mixed", "native, index"])
+@torch.no_grad()
+def test_parameters_and_buffers_can_be_offloaded(name):
+    """accelerate loads them for the forward of the module that holds them."""
+    offload = pytest.importorskip("accelerate").cpu_offload
+    model, (text,) = MODELS[name](), prompts(40)
+    expected = model(text).logits, generate(model, dict(input_ids=text))
+    offload(model, execution_device="cpu", offload_buffers=True)
+    assert model.lm_head.weight.is_meta
+    close((model(text).logits, generate(model, dict(input_ids=text))), expected)
+
+
+@pytest.mark.parametrize("rotary", [None, RotaryEmbedding(8, learned_freq=True)])
+@torch.no_grad()
+def test_a_layer_can_be_offloaded(rotary):
+    offload, x = pytest.importorskip("accelerate").cpu_offload, torch.randn(1, 24, 32)
+    sizes = dict(dim=32, dim_head=8, heads=4, causal=True, num_compressed_mem_kv=0)
+    layer = SparseAttention(**sizes, **BRANCHES, rotary_emb=rotary)
+    expected = layer(x)
+    offload(layer, execution_device="cpu", offload_buffers=True)
+    assert layer.rotary_emb.freqs.is_meta
+    close(layer(x), expected)
+    out, cache = layer(x[:, :20], return_cache=True)
+    close(torch.cat((out, layer(x[:, 20:], cache=cache)), dim=1), expected)
 
 
 @pytest.mark.parametrize("guess", ["assistant", "lookup"])
