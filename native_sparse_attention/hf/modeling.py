@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -265,17 +266,30 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
         """As `LlamaForCausalLM.forward`, also with the loss of learned rankings.
 
         Args:
-            labels: [B, T] ids, -100 for no loss. The logits of token t predict label t + 1.
+            labels: [B, T] ids, -100 for no loss. The logits of token t predict label t + 1, or with
+                `shift_labels` [B, T] that of t.
+            num_items_in_batch: predicted labels of all forwards of a step of the optimizer, by
+                default those of this one. It divides the sum of the cross-entropy, and the
+                predicted labels of this forward to give the weight of `ranking_loss`.
             ranking_queries, ranking_weights: with importance="index", as in `SparseAttention`: so
                 many, or those at positions [m]; of the configuration in training with labels.
 
         Returns:
             logits [B, T, V], the cache, `ranking_loss`, and `loss`: the mean cross-entropy in nats,
-            plus `ranking_loss`. Without labels `loss` is None.
+            plus `ranking_loss`. Without labels `loss` is None, and 0 if none of them is predicted.
 
         Raises:
             ValueError: a mask, positions or a cache of another form.
         """
+        targets, weight = arguments.get("shift_labels"), None
+        labels = targets if labels is None else labels
+        if labels is not None:
+            targets = F.pad(labels[..., 1:], (0, 1), value=-100) if targets is None else targets
+            arguments["shift_labels"], predicted = targets.contiguous(), targets.ne(-100).sum()
+            count = arguments.get("num_items_in_batch")
+            count = predicted if count is None else torch.as_tensor(count, device=labels.device)
+            arguments["num_items_in_batch"] = count = count.masked_fill(count == 0, 1)
+            weight = predicted / count
         if ranking_queries is None and self.training and labels is not None:
             ranking_queries = self.config.ranking_queries
         ranking, rule = None, self.config.nsa["importance"]
@@ -294,11 +308,8 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
         if ranking is None:
             return NSACausalLMOutput(**out)
         loss, ranking_loss = out.loss, ranking.loss
-        if loss is not None and labels is not None:
-            # of an accumulated batch, whose labels divide the loss, the part of these labels
-            count = arguments.get("num_items_in_batch")
-            part = 1.0 if count is None else labels.ne(-100).sum() / count
-            loss = loss + (ranking_loss * part).to(loss.device)
+        if weight is not None:
+            loss = loss + ranking_loss.to(loss.device) * weight.to(loss.device)
         return NSACausalLMOutput(**{**out, "loss": loss}, ranking_loss=ranking_loss)
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 
 from native_sparse_attention.hf import NSAForCausalLM, ranking_losses
@@ -61,17 +62,41 @@ def test_compiled_forward_gives_what_the_eager_one_does():
     assert model.model.embed_tokens.weight.grad.abs().sum() > 0
 
 
-def test_a_part_of_an_accumulated_batch_has_its_part_of_the_ranking_loss():
-    model, text = native("index"), torch.cat(prompts(40, 40))
-    given = dict(labels=text, ranking_queries=torch.arange(40), use_cache=False)
-    whole = model(text, **given, num_items_in_batch=text.numel())
-    alone = model(text, labels=text, use_cache=False).loss
-    close(whole.loss, alone * (2 * 39 / text.numel()) + whole.ranking_loss)
-    parts = [
-        model(row, **given | dict(labels=row), num_items_in_batch=text.numel())
-        for row in text.split(1)
-    ]
-    close(sum(part.loss for part in parts), whole.loss)
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_accumulated_parts_give_the_gradients_of_the_batch(name):
+    """Labels weigh alike, and rankings as the labels of their part that logits predict."""
+    model, ids = native("index"), torch.cat(prompts(40, 40))
+    labels = ids.clone()
+    labels[0, 3:30] = labels[1, 0] = -100
+    count = labels[:, 1:].ne(-100).sum()
+    if name == "shift_labels":  # as a view
+        labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    given = {"ranking_queries": torch.arange(40), "use_cache": False, name: labels}
+    whole, expected = gradients(model, dict(given, input_ids=ids))
+    model.zero_grad()
+    given["num_items_in_batch"], parts = count, []
+    for row in (slice(0, 1), slice(1, 2)):
+        parts.append(model(ids[row], **given | {name: labels[row]}))
+        parts[-1].loss.backward()
+    weights = torch.tensor([12, 39]) / 51
+    ranking = sum(w * part.ranking_loss for w, part in zip(weights, parts, strict=True))
+    close(sum(part.loss for part in parts), whole.loss - whole.ranking_loss + ranking)
+    for key, p in model.named_parameters():
+        if "to_index" not in key:
+            close(p.grad, expected[key])
+
+
+def test_a_batch_without_labels_teaches_nothing():
+    model, (ids,) = native("index", ranking_queries=8).train(), prompts(40)
+    batch = dict(input_ids=ids, labels=torch.full_like(ids, -100))
+    for given in (
+        batch,
+        batch | dict(num_items_in_batch=0),
+        dict(input_ids=ids[:, :1], labels=ids[:, :1]),
+    ):
+        out, found = gradients(model, given)
+        assert out.loss == 0 and found.keys() == {name for name, _ in model.named_parameters()}
+        assert not any(grad.any() for grad in found.values())
 
 
 class Rows(torch.utils.data.Dataset):
