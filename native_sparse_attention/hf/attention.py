@@ -168,6 +168,7 @@ def use_sparse_attention(
     if decoder.config._attn_implementation != NAME:
         replaced = decoder.config._attn_implementation
     setattr(decoder.config, KEY, layer.values_of(*DEFAULTS) | {REPLACED: replaced})
+    decoder.config.attn_implementation = NAME  # of its file
     decoder.set_attn_implementation(NAME)
     return model
 
@@ -181,6 +182,7 @@ def use_dense_attention(model: Model) -> Model:
     """
     decoder = check_model(model, is_switched=False)
     if decoder.config._attn_implementation == NAME:
+        vars(decoder.config).pop("attn_implementation", None)
         saved = vars(decoder.config).pop(KEY, None) or {}
         decoder.set_attn_implementation(saved.get(REPLACED, "sdpa"))
     return model

@@ -22,7 +22,14 @@ from ..initialization import assign, gate_linear
 from ..presets import preset
 from . import configuration
 from .attention import Model, check_model, use_sparse_attention
-from .configuration import CONVERTED_KEY, NAME, NSAModelConfig, drop_in_settings, layer_config
+from .configuration import (
+    CONVERTED_KEY,
+    LOADER,
+    NAME,
+    NSAModelConfig,
+    drop_in_settings,
+    layer_config,
+)
 from .modeling import NSAAttention
 
 # modules that `convert` can read; those with `qkv_proj` have one projection of q, k and v, those
@@ -91,6 +98,7 @@ def convert(
         layer.self_attn.train(module.training)
     saved = converted[0].config.values_of(*SETTINGS) | dict(gate_bias=bias)
     setattr(decoder.config, CONVERTED_KEY, saved)
+    decoder.config.attn_implementation = LOADER
     decoder.set_attn_implementation(NAME)
     return model
 
@@ -248,8 +256,9 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
     architecture = getattr(transformers, config.architectures[0])
     with quiet(folder):  # of weights of attention that it does not find
         model, report = architecture.from_pretrained(
-            folder, dtype=config.dtype or torch.float32, output_loading_info=True
-        )
+            folder, dtype=config.dtype or torch.float32, output_loading_info=True,
+            attn_implementation=None,
+        )  # fmt: skip
     convert(model if text is config else model.get_decoder(), dict(saved) | settings)
     layers = {f"{n}.": m for n, m in model.named_modules() if isinstance(m, NSAAttention)}
     if absent := [key for key in report["missing_keys"] if not key.startswith((*layers,))]:

@@ -18,7 +18,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from .. import varlen
 from ..checks import describe
 from ..config import AttentionConfig
-from .configuration import CONVERTED_KEY, KEY, drop_in_settings
+from .configuration import CONVERTED_KEY, KEY, NAME, drop_in_settings
 
 HINT = "give attention_mask [B, S], or with use_cache=False position_ids that return to 0"
 # what a layer may ask for in vain
@@ -193,8 +193,11 @@ def nsa_mask(
     if use_vmap or options.get("allow_is_bidirectional_skip") is not None:
         got = "a mask function of the model's own: use_dense_attention(model) computes it"
         raise ValueError(f"attention_mask must be causal, got {got}")
+    is_drop_in = getattr(config, KEY, None) and not getattr(config, CONVERTED_KEY, None)
     if not tracing and config is not None:
         check_layers(config, type(config).__name__)
+        if is_drop_in:  # a configuration from a file has lost it, and the next file needs it
+            config.attn_implementation = NAME
     if not tracing and attention_mask is not None:
         shape, (rows, width) = [batch_size, int(q_offset) + T], attention_mask.shape
         if rows not in (1, batch_size) or width < shape[1]:
@@ -212,7 +215,6 @@ def nsa_mask(
     is_last = is_whole or (is_known and q_offset + T == kv_offset + S)
     if is_last and tokens is None and documents is None:
         return NSAMask(S)
-    is_drop_in = getattr(config, KEY, None) and not getattr(config, CONVERTED_KEY, None)
     if local_size is None:  # padding over a cache that is short enough for dense attention
         needs_sdpa = not is_whole and tokens is not None and is_drop_in
         if needs_sdpa:

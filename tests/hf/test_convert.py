@@ -1,6 +1,7 @@
 """Converted models: their weights, settings and files."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -118,7 +119,15 @@ def test_saved_model_loads(family, form, tmp_path):
     model, (text,) = moved(convert(tiny(family), **FORMS[form])), prompts(40)
     expected = model(text).logits
     model.save_pretrained(tmp_path, max_shard_size="20KB")
+    for load in (transformers.AutoModelForCausalLM, type(model)):  # not with random attention
+        with pytest.raises(ValueError, match="native_sparse_attention.hf.load_converted.*not supp"):
+            load.from_pretrained(tmp_path)
     loaded = load_converted(tmp_path)
+    file = tmp_path / "config.json"
+    saved = json.loads(file.read_text())
+    del saved["attn_implementation"]  # as of an earlier version
+    file.write_text(json.dumps(saved))
+    close(load_converted(tmp_path)(text).logits, expected, tol=0)
     assert loaded.config.nsa_converted == model.config.nsa_converted
     assert loaded.state_dict().keys() == model.state_dict().keys()
     close(loaded(text).logits, expected, tol=0)

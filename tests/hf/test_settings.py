@@ -84,7 +84,7 @@ def test_settings_change_and_go():
 
 
 @torch.no_grad()
-def test_saved_models_keep_their_settings(tmp_path):
+def test_saved_models_keep_their_settings(tmp_path, monkeypatch):
     model, (text,) = use_sparse_attention(tiny(), **SPARSE), prompts(40)
     expected = model(text).logits
     close(copy.deepcopy(model)(text).logits, expected)
@@ -92,13 +92,19 @@ def test_saved_models_keep_their_settings(tmp_path):
     saved = json.loads((tmp_path / "config.json").read_text())["nsa_config"]
     assert saved["selection_block_size"] == 4
     load = transformers.AutoModelForCausalLM.from_pretrained
-    again = load(tmp_path)
-    assert again.config._attn_implementation == "sdpa"
-    close(use_sparse_attention(again)(text).logits, expected)
-    close(load(tmp_path, attn_implementation="nsa")(text).logits, expected)
-    assert use_dense_attention(again).config._attn_implementation == "sdpa"
-    again = use_dense_attention(load(tmp_path))  # dense already: nothing changes
-    close(use_sparse_attention(again)(text).logits, expected)
+    for path in (tmp_path, tmp_path / "again"):
+        again = load(path)
+        assert again.config._attn_implementation == "nsa"
+        close(again(text).logits, expected)
+        again.save_pretrained(tmp_path / "again")
+    dense = use_dense_attention(again)
+    assert dense.config._attn_implementation == "sdpa"
+    dense.save_pretrained(tmp_path)
+    for path, given in ((tmp_path, {}), (tmp_path / "again", dict(attn_implementation="sdpa"))):
+        assert load(path, **given).config._attn_implementation == "sdpa"
+    monkeypatch.delitem(transformers.AttentionInterface._global_mapping, "nsa")
+    with pytest.raises(ValueError, match='"nsa"` is not supported'):  # without this library
+        load(tmp_path / "again")
 
 
 HEADS = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
