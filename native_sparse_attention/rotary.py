@@ -210,6 +210,5 @@ def rotated_heads(
         return None
     if torch.compiler.is_compiling() or not needs_gradient((qkv,)):  # one launch would not help
         return None
-    shape, factor = (heads, dim_head), float(rotary.interpolate_factor)
-    freqs = exact_frequencies(rotary, qkv.device)
-    return ProjectedHeads.apply(qkv, *shape, freqs, positions, factor)  # type: ignore[no-any-return]
+    angles = exact_frequencies(rotary, qkv.device), positions, float(rotary.interpolate_factor)
+    return ProjectedHeads.apply(qkv, heads, dim_head, *angles)  # type: ignore[no-any-return]

@@ -50,7 +50,7 @@ def attention(
     `s_aux` are sinks [H]. The output of padding has no meaning."""
     (B, _, T, _), S, is_window = query.shape, key.shape[2], sliding_window is not None
     mask = NSAMask(S) if attention_mask is None else attention_mask
-    check_call(module, mask, T, options)
+    mask = check_call(module, mask, (B, T), query.device, options)
     dtype = value.dtype
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)

@@ -22,14 +22,7 @@ from ..initialization import assign, gate_linear
 from ..presets import preset
 from . import configuration
 from .attention import Model, check_model, use_sparse_attention
-from .configuration import (
-    CONVERTED_KEY,
-    LOADER,
-    NAME,
-    NSAModelConfig,
-    drop_in_settings,
-    layer_config,
-)
+from .configuration import CONVERTED_KEY, NAME, NSAModelConfig, drop_in_settings, layer_config
 from .modeling import NSAAttention
 
 # modules that `convert` can read; those with `qkv_proj` have one projection of q, k and v, those
@@ -98,7 +91,7 @@ def convert(
         layer.self_attn.train(module.training)
     saved = converted[0].config.values_of(*SETTINGS) | dict(gate_bias=bias)
     setattr(decoder.config, CONVERTED_KEY, saved)
-    decoder.config.attn_implementation = LOADER
+    decoder.config.attn_implementation = configuration.LOADER
     decoder.set_attn_implementation(NAME)
     return model
 
@@ -254,11 +247,9 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
         raise ValueError(f"path must be {expected}, got {path}")
     # all but attention as transformers loads it: its formats of experts, buffers in float32
     architecture = getattr(transformers, config.architectures[0])
+    loading = dict(dtype=config.dtype or torch.float32, attn_implementation=None)
     with quiet(folder):  # of weights of attention that it does not find
-        model, report = architecture.from_pretrained(
-            folder, dtype=config.dtype or torch.float32, output_loading_info=True,
-            attn_implementation=None,
-        )  # fmt: skip
+        model, report = architecture.from_pretrained(folder, output_loading_info=True, **loading)
     convert(model if text is config else model.get_decoder(), dict(saved) | settings)
     layers = {f"{n}.": m for n, m in model.named_modules() if isinstance(m, NSAAttention)}
     if absent := [key for key in report["missing_keys"] if not key.startswith((*layers,))]:

@@ -16,11 +16,13 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from .. import varlen
-from ..checks import describe
+from ..checks import INDEX_DTYPES, check_tensor, describe
 from ..config import AttentionConfig
 from .configuration import CONVERTED_KEY, KEY, NAME, drop_in_settings
 
-HINT = "give attention_mask [B, S], or with use_cache=False position_ids that return to 0"
+HINT = "give attention_mask [B, S], or documents with use_cache=False and without this mask"
+# options of a forward that name documents
+DOCUMENTS = "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"
 # what a layer may ask for in vain
 REFUSED = {
     "dropout": "attention_dropout must be 0 with sparse attention, got {}: set it, or model.eval()",
@@ -118,39 +120,57 @@ def compaction(real: Tensor) -> tuple[Tensor, Tensor]:
     return source, order.argsort(dim=1).where(real, -1)
 
 
-def check_call(module: Any, mask: Any, T: int, options: Mapping[str, Any]) -> None:
-    """Check that a layer asks for what sparse attention has."""
+def check_call(
+    module: Any, mask: Any, rows: tuple[int, int], device: Any, options: Mapping[str, Any]
+) -> NSAMask:
+    """Check that a layer asks for what sparse attention has, for [B, T] tokens. Returns its mask
+    with the documents of the call."""
     for name, message in REFUSED.items():
         value = options.get(name)
         if isinstance(value, Tensor) or value:
             raise ValueError(message.format(value))
     is_causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise ValueError(
-            f"is_causal must be True with sparse attention, got False in {type(module).__name__}"
-        )
+        got = f"False in {type(module).__name__}"
+        raise ValueError(f"is_causal must be True with sparse attention, got {got}")
     if not isinstance(mask, NSAMask):
-        raise ValueError(
-            f"attention_mask must be [B, S] with sparse attention, got {describe(mask)}: {HINT}"
-        )
-    if T > 1 and not torch.compiler.is_compiling():
-        mask.share(check_positions, T, options.get("position_ids"), options.get("cu_seq_lens_q"))
+        expected = "[B, S] with sparse attention"
+        raise ValueError(f"attention_mask must be {expected}, got {describe(mask)}: {HINT}")
+    values = [options.get(name) for name in ("use_cache", "position_ids", *DOCUMENTS)]
+    return mask.share(name_documents, rows, device, *values)  # type: ignore[no-any-return]
 
 
-def check_positions(mask: NSAMask, T: int, positions: Any, bounds: Any) -> None:
-    """Check that neighbours are at successive positions: transformers looks for packed documents
-    without a cache alone, and a graph cannot look."""
-    is_wrong = bounds is not None and len(bounds) > 2 and mask.documents is None
-    if positions is not None and not mask.has_positions:
+def name_documents(
+    mask: NSAMask, rows: tuple[int, int], device: Any, is_cached: Any, positions: Any, *values: Any
+) -> NSAMask:
+    """The mask with the documents of rows [B, T] that a call names, in which positions count up by
+    1: transformers looks for packed ones without a cache alone. A graph checks no values."""
+    is_traced, documents, first, T = torch.compiler.is_compiling(), mask.documents, "", rows[1]
+    for name, ids in zip(DOCUMENTS, values, strict=True):
+        if ids is None:
+            continue
+        check_tensor(name, ids, INDEX_DTYPES, device, rows if name == "seq_idx" else None)
+        if is_cached or mask.visible is not None or mask.length != T:
+            raise ValueError(f"{name} must be None over a cache, got documents: {HINT}")
+        if name != "seq_idx":
+            bounds = [0, T] if is_traced else ids.tolist()
+            if rows[0] != 1 or ids.ndim != 1 or sorted([0, *bounds[1:-1], T]) != bounds:
+                got = f"{describe(bounds)} for {list(rows)} tokens"
+                raise ValueError(f"{name} must rise from 0 to the tokens of one row, got {got}")
+            ids = torch.bucketize(torch.arange(T, device=device), ids.long(), right=True)[None]
+        if first and not is_traced and not (ids.diff() != 0).equal(documents.diff() != 0):
+            raise ValueError(f"{name} must name the documents of {first}, got others")
+        documents, first = ids, first or name
+    if T > 1 and positions is not None and not (is_traced or mask.has_positions):
         jumps = positions[..., 1:] - positions[..., :-1] != 1
         if mask.tokens is not None:
             jumps = jumps & mask.tokens[:, 1 - T :] & mask.tokens[:, -T:-1]
-        if mask.documents is not None:
-            jumps = jumps & (mask.documents[:, 1:] == mask.documents[:, :-1])
-        is_wrong = is_wrong or bool(jumps.any())
-    if is_wrong:
-        got = "others, or documents by cu_seq_lens_q"
-        raise ValueError(f"position_ids must count up by 1 within each sequence, got {got}: {HINT}")
+        if documents is not None:
+            jumps = jumps & (documents[:, 1:] == documents[:, :-1])
+        if bool(jumps.any()):
+            expected = "must count up by 1 within each sequence"
+            raise ValueError(f"position_ids {expected}, got others: {HINT}")
+    return NSAMask(T, mask.tokens, documents) if first else mask
 
 
 def check_layers(config: Any, name: str) -> None:

@@ -19,10 +19,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
-from transformers.utils import can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple
 
 from ..attention import SparseAttention
-from ..checks import check_model
+from ..checks import check_keywords, check_model
 from ..ranking import sampled
 from ..rotary import Rotary
 from .cache import layer_of
@@ -78,17 +78,16 @@ class NSAAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """Attention [B, T, dim] to these tokens and to those of the cache. `ranking` takes the loss
         of a learned ranking; `ranking_losses` sets it too."""
-        options["dropout"] = self.dropout if self.training else 0.0
-        x, T, layout = hidden_states, hidden_states.shape[1], None
-        mask = NSAMask(T) if attention_mask is None else attention_mask
-        check_call(self, mask, T, options)
         cache = past_key_values if cache is None else cache
+        options |= dict(dropout=self.dropout if self.training else 0.0, use_cache=cache is not None)
+        x, (B, T, _), layout = hidden_states, hidden_states.shape, None
+        mask = NSAMask(T) if attention_mask is None else attention_mask
+        mask = check_call(self, mask, (B, T), x.device, options)
         ranking = self.ranking if ranking is None else ranking
         if cache is not None and ranking is not None:
             raise ValueError("past_key_values must be None while rankings learn: use_cache=False")
         if cache is not None:
-            layer = layer_of(cache, self.layer_idx)
-            return layer.attend(self.attention, x, mask), None
+            return layer_of(cache, self.layer_idx).attend(self.attention, x, mask), None
         call: dict[str, Any] = {}
         if mask.tokens is not None or mask.documents is not None:
             layout = mask.share(NSAMask.layout, self.attention.config.alignment)
@@ -152,11 +151,8 @@ class NSADecoderLayer(LlamaDecoderLayer):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class NoPositions(nn.Module):
+def no_positions(x: Tensor, position_ids: Tensor) -> None:
     """In place of the rotary embedding of a Llama: layers have their own."""
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> None:
-        return None
 
 
 class NSAPreTrainedModel(LlamaPreTrainedModel):
@@ -195,11 +191,7 @@ class NSAPreTrainedModel(LlamaPreTrainedModel):
 
 
 class NSAModel(NSAPreTrainedModel, LlamaModel):
-    """Embedding, `num_hidden_layers` layers, and a norm: a Llama without a head.
-
-    Each layer is `h = x + attention(norm(x))`, `y = h + swiglu(norm(h))` with RMSNorm, and a
-    `SparseAttention` of the settings in `config.nsa`.
-    """
+    """Embedding, layers with a `SparseAttention` of the settings in `config.nsa`, and a norm."""
 
     def __init__(self, config: NSAModelConfig):
         config.check()
@@ -209,7 +201,7 @@ class NSAModel(NSAPreTrainedModel, LlamaModel):
             NSADecoderLayer(config, index) for index in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = NoPositions()
+        self.rotary_emb = no_positions
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -223,6 +215,8 @@ class NSAModel(NSAPreTrainedModel, LlamaModel):
         **arguments: Any,
     ) -> BaseModelOutputWithPast:
         """As `LlamaModel.forward`. In training no cache is kept unless `use_cache` asks for it."""
+        others = "cache", "past_key_values", "ranking", "return_dict", "shift_labels"
+        check_keywords(arguments, [*TransformersKwargs.__annotations__, *others])
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and "ranking" not in arguments
         x = input_ids if inputs_embeds is None else inputs_embeds
@@ -238,9 +232,7 @@ class NSAModel(NSAPreTrainedModel, LlamaModel):
 class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
     """`NSAModel` with a head that predicts the next token."""
 
-    _tp_plan: Any = None
-    _pp_plan: Any = None
-    _fsdp_plan: Any = None
+    _tp_plan = _pp_plan = _fsdp_plan = None
 
     def __init__(self, config: NSAModelConfig):
         super(LlamaForCausalLM, self).__init__(config)
@@ -268,9 +260,8 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
         Args:
             labels: [B, T] ids, -100 for no loss. The logits of token t predict label t + 1, or with
                 `shift_labels` [B, T] that of t.
-            num_items_in_batch: predicted labels of all forwards of a step of the optimizer, by
-                default those of this one. It divides the sum of the cross-entropy, and the
-                predicted labels of this forward to give the weight of `ranking_loss`.
+            num_items_in_batch: predicted labels of all forwards of a step, of which this one gives
+                its part of the mean loss; by default its own.
             ranking_queries, ranking_weights: with importance="index", as in `SparseAttention`: so
                 many, or those at positions [m]; of the configuration in training with labels.
 
@@ -298,8 +289,8 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
                 raise ValueError(f"ranking_queries goes with importance='index', got {rule!r}")
             x: Any = input_ids if inputs_embeds is None else inputs_embeds
             queries = sampled(ranking_queries, x.shape[1], None, x.device)
-            ranking = Ranking(queries, ranking_weights or self.config.ranking_weights)
-            arguments["ranking"] = ranking
+            weights = ranking_weights or self.config.ranking_weights
+            ranking = arguments["ranking"] = Ranking(queries, weights)
         out = super().forward(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
             inputs_embeds=inputs_embeds, labels=labels, use_cache=use_cache,

@@ -60,6 +60,33 @@ def test_windows_count_padding_between_tokens():
     close(torch.cat(outs, dim=1)[:, real], expected)
 
 
+BOUNDS = torch.tensor([0, 13, 31])
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(cu_seq_lens_q=BOUNDS, cu_seq_lens_k=BOUNDS + 1), "cu_seq_lens_k must rise from 0 to"),
+        (dict(cu_seq_lens_q=BOUNDS, cu_seq_lens_k=BOUNDS[[0, 2]]), "cu_seq_lens_k must name the"),
+        (dict(cu_seq_lens_q=BOUNDS[:2]), r"cu_seq_lens_q must .* one row, got \[0, 13\] for \[1"),
+        (dict(cu_seq_lens_q=BOUNDS.float()), "cu_seq_lens_q must be int32 or int64"),
+        (dict(cu_seq_lens_q=BOUNDS, rows=2), r"cu_seq_lens_q must .* for \[2, 31\] tokens"),
+        (dict(cu_seq_lens_q=BOUNDS, use_cache=True), "cu_seq_lens_q must be None over a cache"),
+        (dict(cu_seq_lens_q=BOUNDS, seq_idx=torch.arange(31)[None]), "seq_idx must name the docum"),
+        (dict(seq_idx=torch.arange(31)), r"seq_idx must be int.* of shape \[1, 31\]"),
+        (dict(seq_idx=torch.zeros(1, 31).int(), position_ids=torch.arange(31)[None] % 20),
+         "position_ids must count up by 1 within each sequence"),
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_documents_that_contradict_are_refused(model, given, message):
+    given = dict(use_cache=False) | given
+    ids = prompts(31)[0].expand(given.pop("rows", 1), -1)
+    for one in (model, native("index"), convert(tiny(), **SPARSE)):
+        with pytest.raises(ValueError, match=message):
+            one(ids, **given)
+
+
 @torch.no_grad()
 def test_packed_sequences_go_over_no_cache(model):
     """transformers looks for them without one."""
@@ -71,7 +98,6 @@ def test_packed_sequences_go_over_no_cache(model):
         for given in (
             {CACHE: cache, "input_ids": ids[:, 8:], "position_ids": positions[:, 8:]},
             dict(input_ids=ids, position_ids=positions, use_cache=True),
-            dict(input_ids=ids, cu_seq_lens_q=torch.tensor([0, 13, 31]), use_cache=False),
         ):
             with pytest.raises(ValueError, match=message):
                 one(**given)

@@ -88,11 +88,22 @@ def test_padding_and_packing_change_nothing(name):
         for left in (True, False):
             batch = padded([*texts, texts[0][:, :0]], left)  # and a row without tokens
             check_rows(model(**batch, use_cache=use_cache).logits, batch, [*alone, alone[0][:, :0]])
+    given, expected = packed(texts), torch.cat(alone, dim=1)
+    ids, positions = given["input_ids"], given["position_ids"]
     if name == "drop-in, short":  # transformers makes masks of GptOss without positions
         with pytest.raises(ValueError, match="position_ids must count up by 1"):
-            model(**packed(texts), use_cache=False)
+            model(**given, use_cache=False)
     else:
-        close(model(**packed(texts), use_cache=False).logits, torch.cat(alone, dim=1))
+        for first in (0, 2):
+            found = model(ids, position_ids=positions + first, use_cache=False).logits
+            close(found, expected)
+    bounds, seq_idx = torch.tensor([0, 33, 73]), (positions == 0).cumsum(1).int()
+    for named in (
+        dict(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=40, max_length_k=40),
+        dict(cu_seq_lens_k=bounds.int(), position_ids=positions + 2, seq_idx=seq_idx),
+        dict(seq_idx=seq_idx),
+    ):
+        close(model(ids, **named, use_cache=False).logits, expected)
 
 
 @every

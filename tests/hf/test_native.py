@@ -114,6 +114,9 @@ def test_calls_of_another_form_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             model(**given)
+    for one in (model, model.model):
+        with pytest.raises(TypeError, match="argument 'cu_seqlens': did you mean cu_seq_lens_q?"):
+            one(text, cu_seqlens=text)
     other = NSAForCausalLM._from_config(model.config, attn_implementation="sdpa")
     assert other.config._attn_implementation == "nsa"
     for switch in (use_sparse_attention, convert):
