@@ -23,10 +23,12 @@ pytestmark = MARKS
 BF16 = torch.bfloat16
 LAUNCHES = {
     "flash": (flash_sm90, "run"),
+    "key_major.forward": (key_major_sm90, "forward"),
     "key_major.backward": (key_major_sm90, "backward"),
     "union.forward": (union_sm90, "forward"),
 }
 FLASH = {"flash.forward": 1, "flash.dq": 1, "flash.dkv": 1}
+KEY_MAJOR = {"key_major.forward": 1, "key_major.backward": 1}
 FORCED = dict(num_initial_blocks=1, num_local_blocks=2)
 SIZES = dict(FORCED, num_selected_blocks=5, sliding_window_size=255, memory=0)
 
@@ -79,7 +81,8 @@ def draw_layer(T, heads, **settings):
         ("compressed", dict(heads=(12, 3, 128, 128), place=(130, 830)), {"flash.forward": 1}),
         ("selected", dict(heads=(32, 2, 64, 64), place=(448, 448)), {"union.forward": 1}),
         ("selected", dict(heads=(9, 1, 64, 64), place=(193, 256)), {"union.forward": 1}),
-        ("selected", dict(heads=(8, 2, 128, 128)), {"key_major.backward": 1}),
+        ("selected", dict(heads=(8, 2, 128, 128)), KEY_MAJOR),
+        ("selected", dict(heads=(4, 4, 64, 64), place=(64, 448)), KEY_MAJOR),
         ("selected", dict(heads=(16, 1, 128, 128), num_local_blocks=8), FLASH),
     ],
     ids=str,
@@ -124,6 +127,7 @@ def test_chunks(launches, monkeypatch, heads, D, n, T, number, dtype):
     assert_right(call.op, call.tensors, dtype, **call.settings)
     few = heads[0] // heads[1] < launch.FEW_ROWS
     assert launches["key_major.backward"] >= (number if few else 1)
+    assert launches.get("key_major.forward", 0) >= few
 
 
 @pytest.mark.parametrize("often", [2, 6, 9])

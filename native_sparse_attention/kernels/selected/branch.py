@@ -117,9 +117,9 @@ def keep_valid_blocks(selection: launch.Selection, S: int) -> launch.Selection:
 
 
 class Plan(NamedTuple):
-    """How a pass reads the top-n blocks. Forward: key-major by `csr`, or in the module `gluon`, or
-    query-major; both by `unions` if any. Backward: dk, dv and, if `is_key_major`, dq by `csr`, in
-    the kernels of the module `gluon` if any; else dq is query-major."""
+    """How a pass reads the top-n blocks, in the kernels of the module `gluon` if any. Forward:
+    key-major by `csr`, or query-major by `unions` if any. Backward: dk, dv and, if `is_key_major`,
+    dq by `csr`; else dq is query-major."""
 
     csr: key_major.CSR | None = None
     unions: query_major.Unions | None = None
@@ -139,16 +139,18 @@ def plan_forward(inputs: Inputs) -> Plan | None:
     forward is query-major without unions."""
     if not inputs.selection.block_indices.numel():
         return None
+    gluon: Any = None
     if launch.supports_gluon(inputs.q):
-        from . import union_sm90
+        from . import key_major_sm90, union_sm90
 
+        gluon = key_major_sm90 if key_major_sm90.is_supported(inputs, "forward") else None
         if union_sm90.is_supported(inputs):
             members = union_sm90.MEMBERS
             limit = min(members * inputs.facts.F.n, inputs.facts.C)
             unions = query_major.allocate(inputs.selection, members, limit)
             return Plan(unions=unions, gluon=union_sm90)
     if key_major.is_faster(inputs):
-        return Plan(key_major.allocate(inputs, "forward", inputs.facts.F.G))
+        return Plan(key_major.allocate(inputs, "forward", inputs.facts.F.G), gluon=gluon)
     unions = query_major.allocate_unions(inputs)
     return None if unions is None else Plan(unions=unions)
 
@@ -179,7 +181,7 @@ def forward(
         if combined is not None:
             combine.forward([combined.cmp, out, combined.win], combined.gates, combined.out)
     elif plan.csr is not None:
-        key_major.forward(inputs, plan.csr, outputs, flags)
+        key_major.forward(inputs, plan.csr, plan.gluon, outputs, flags)
     elif plan.gluon is not None:
         plan.gluon.forward(inputs, plan.unions, norms, outputs, flags)
     else:
@@ -195,7 +197,7 @@ def plan_backward(inputs: Inputs) -> Plan:
     if launch.supports_gluon(inputs.q):
         from . import key_major_sm90
 
-        gluon = key_major_sm90 if key_major_sm90.is_supported(inputs) else None
+        gluon = key_major_sm90 if key_major_sm90.is_supported(inputs, "backward") else None
     if key_major.is_faster(inputs):
         step = key_major.plan("backward", facts, facts.T, facts.F.K, gluon is not None)
         csr = key_major.allocate(inputs, "backward", step["F"].KEY_TILES * facts.F.G)

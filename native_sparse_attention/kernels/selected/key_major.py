@@ -626,8 +626,9 @@ def arguments(inputs: Inputs, csr: CSR, chunk: Chunk) -> Args:
     )  # fmt: skip
 
 
-def forward(inputs: Inputs, csr: CSR, outputs: Args, flags: Args) -> None:
-    """Writes `outputs`, arguments of `nsa_selected_reduce_out`. Chunks have all heads."""
+def forward(inputs: Inputs, csr: CSR, gluon: Any, outputs: Args, flags: Args) -> None:
+    """Writes `outputs`, arguments of `nsa_selected_reduce_out`, by the kernel of the module `gluon`
+    if there is one. Chunks have all heads."""
     facts, F, H = inputs.facts, inputs.facts.F, inputs.q.shape[2]
     # of each pair and head, in the longest chunk; lse in units of log2
     rows = facts.B * min(csr.length, facts.T) * H * F.n
@@ -636,10 +637,13 @@ def forward(inputs: Inputs, csr: CSR, outputs: Args, flags: Args) -> None:
     for chunk in csr.chunks():
         step = plan("forward", facts, chunk.length, F.K, **flags)
         chunk_args = partials | dict(first=chunk.first, length=chunk.length)
-        launcher(nsa_selected_fwd_key_major, (csr.max_tiles,))(
-            **arguments(inputs, csr, chunk), **step, **chunk_args,
-            scale_log2=inputs.scale * launch.LOG2_E, cap=launch.cap(inputs.selection.soft_cap),
-        )  # fmt: skip
+        if gluon is not None:
+            gluon.forward(inputs, chunk_args, csr, chunk)
+        else:
+            launcher(nsa_selected_fwd_key_major, (csr.max_tiles,))(
+                **arguments(inputs, csr, chunk), **step, **chunk_args,
+                scale_log2=inputs.scale * launch.LOG2_E, cap=launch.cap(inputs.selection.soft_cap),
+            )  # fmt: skip
         tiles = launch.cdiv(chunk.length * H, REDUCE_ROWS.value)
         launcher(nsa_selected_reduce_out, (facts.B * tiles,))(
             **chunk_args, **outputs, block_indices=inputs.selection.block_indices, T=facts.T, n=F.n,

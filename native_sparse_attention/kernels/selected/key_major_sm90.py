@@ -1,9 +1,12 @@
-"""The backward of the selected branch, key-major like `key_major.py`, in Gluon for Hopper: dk, dv
+"""The selected branch, key-major like `key_major.py`, in Gluon for Hopper: the forward, and dk, dv
 and partial dq.
 
-A tile has the rows of some pairs. A pair has TOKENS neighbouring tokens, which share block indices,
-of GROUP rows each, of which G are heads. The tensor memory accelerator copies pairs of eight or
-more rows, a box per half row. Threads of four warps copy smaller pairs, of one token.
+Forward: a program of four warps has a work tile. They copy the next tile of queries while they
+multiply one, whose buffer then holds its output.
+
+Backward: a tile has the rows of some pairs. A pair has TOKENS neighbouring tokens, which share
+block indices, of GROUP rows each, of which G are heads. The tensor memory accelerator copies pairs
+of eight or more rows, a box per half row. Threads of four warps copy smaller pairs, of one token.
 
 A program has two work tiles, one per consumer warpgroup, which holds dk and dv of its
 block in registers. One producer copies the rows of both tiles, into a ring of stages per consumer.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import namedtuple
+from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -44,7 +48,7 @@ MIN_BOX_ROWS = 8
 # stages of each consumer's ring, and registers of a consumer thread
 STAGES, REGISTERS = gl.constexpr(2), gl.constexpr(240)
 # one compiled kernel for all lengths
-LENGTHS = ["T", "S", "C", "BLOCKS", "tile_pairs", "num_tiles", "head"]
+LENGTHS = ["T", "S", "C", "BLOCKS", "tile_pairs", "num_tiles", "head", "first", "length"]
 
 # the work tiles of a launch (`key_major.Pairs`), and their sizes
 Work = namedtuple("Work", "csr tile_pairs num_tiles C BLOCKS head T S")
@@ -93,6 +97,13 @@ def pair_heads(e, row, F: gl.constexpr):
 def copy_layout(GROUP):
     """Layout in which four warps copy a tile: a thread has rows of one pair."""
     return gl.BlockedLayout([min(int(GROUP), 4), 8], [4, 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def load_pairs(pairs, i, end, F: gl.constexpr, LAYOUT: gl.constexpr):
+    """Pair of each row of a tile, from pair i on; the last pair for padding rows."""
+    row = gl.arange(0, ROWS, LAYOUT)
+    return gl.load(pairs + gl.minimum(i + row // F.GROUP, end - 1)).to(gl.int32)
 
 
 @gluon.jit
@@ -157,9 +168,8 @@ def produce(q, d_out, k, v, lse, delta, strides, work, block, ring, F: gl.conste
                     hopper.named_barrier("sync", stage, THREADS)
                 bar, first = ring.full.index(stage), stage * BOXES
                 if F.BY_ROW:
-                    copy_row = gl.arange(0, ROWS, gl.SliceLayout(1, copy_layout(F.GROUP)))
-                    row_pairs = pairs + gl.minimum(i + copy_row // F.GROUP, end - 1)
-                    row_pairs = gl.load(row_pairs).to(gl.int32)
+                    ROW: gl.constexpr = gl.SliceLayout(1, copy_layout(F.GROUP))
+                    row_pairs = load_pairs(pairs, i, end, F, ROW)
                     copy_rows(q, strides, row_pairs, b * T, b, ring.q.index(first), F)
                     # d_out is contiguous
                     packed = (0, F.R * F.G * D, D)
@@ -272,6 +282,74 @@ def consume(
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
+def nsa_selected_fwd_key_major_sm90(
+    q, k, v, strides, partial_out, partial_lse, csr, tile_pairs, num_tiles, T, S, C, BLOCKS, first,
+    length, scale_log2, F: gl.constexpr,
+):  # fmt: skip
+    """One program: a work tile. Writes each row's partial out and lse over the block."""
+    D: gl.constexpr = k.block_shape[3]
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    COPY: gl.constexpr = copy_layout(F.GROUP)
+    ROW: gl.constexpr = gl.SliceLayout(1, COPY)
+    LOGITS_ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    k_smem, v_smem, bar = hopper.buffers(k, 1), hopper.buffers(v, 1), hopper.barriers(1, 1)
+    q_smem = gl.allocate_shared_memory(k.dtype, [2, ROWS.value, D], TILE)
+    fence_async_shared()
+    hopper.thread_barrier()
+    work = Work(csr, tile_pairs, num_tiles, C, BLOCKS, 0, T, S)
+    _block, b, h, c, begin, end = work_tile(gl.program_id(0), work, F)
+    if begin < end:
+        mbarrier.expect(bar.index(0), KEYS * D * 4)
+        hopper.load_box(k, [b, c * KEYS, h, 0], bar.index(0), k_smem.index(0))
+        hopper.load_box(v, [b, c * KEYS, h, 0], bar.index(0), v_smem.index(0))
+        e = load_pairs(csr.pairs, begin, end, F, ROW)
+        copy_rows(q, strides, e, b * T, b, q_smem.index(0), F)
+        async_copy.commit_group()
+        next_pairs = load_pairs(csr.pairs, begin + F.PAIRS, end, F, ROW)
+        k_tile, v_tile = k_smem.index(0).reshape([KEYS, D]), v_smem.index(0).reshape([KEYS, D])
+        row, logits_row = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, LOGITS_ROW)
+        column = gl.arange(0, D, gl.SliceLayout(0, COPY))
+        zero, out_zero = (
+            gl.zeros([ROWS, KEYS], gl.float32, LOGITS),
+            gl.zeros([ROWS, D], gl.float32, ACC),
+        )
+        origin, stage = (b * (T - length) + first) * (F.R * F.n), 0
+        mbarrier.wait(bar.index(0), 0)
+        for i in range(begin, end, F.PAIRS):
+            if i + F.PAIRS < end:
+                copy_rows(q, strides, next_pairs, b * T, b, q_smem.index(1 - stage), F)
+            async_copy.commit_group()
+            later_pairs = load_pairs(csr.pairs, i + 2 * F.PAIRS, end, F, ROW)
+            logits_pairs = load_pairs(csr.pairs, i, end, F, LOGITS_ROW)
+            async_copy.wait_group(1)
+            fence_async_shared()
+            buffer = q_smem.index(stage)
+            s = warpgroup_mma(buffer, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            m = gl.max(s, 1) * scale_log2
+            p = gl.exp2(s * scale_log2 - m[:, None])
+            l = gl.sum(p, 1)
+            left = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, ACC, 2))
+            o = warpgroup_mma(left, v_tile, out_zero, use_acc=False, is_async=True)
+            offset = (logits_pairs - origin).to(gl.int64) * F.G + logits_row % F.GROUP
+            real = (i + logits_row // F.GROUP < end) & (logits_row % F.GROUP < F.G)
+            gl.store(partial_lse + offset, m + gl.log2(l), mask=real)
+            scale_row = gl.convert_layout(1.0 / l, gl.SliceLayout(1, ACC))
+            o = warpgroup_mma_wait(0, deps=[o])
+            buffer.store((o * scale_row[:, None]).to(k.dtype))
+            hopper.thread_barrier()
+            valid = (i + row // F.GROUP < end) & (row % F.GROUP < F.G)
+            offset = ((e - origin).to(gl.int64) * F.G + row % F.GROUP) * D
+            # evict first: read after they have left the cache
+            gl.store(
+                partial_out + (offset[:, None] + column[None]), buffer.load(COPY),
+                mask=valid[:, None], eviction_policy="evict_first",
+            )  # fmt: skip
+            e, next_pairs, stage = next_pairs, later_pairs, 1 - stage
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
 def nsa_selected_bwd_key_major_sm90(
     q, k, v, d_out, strides, lse, delta, partial_dq, gradients, csr, tile_pairs, num_tiles, head,
     T, S, C, BLOCKS, scale, F: gl.constexpr,
@@ -312,14 +390,14 @@ def nsa_selected_bwd_key_major_sm90(
     )  # fmt: skip
 
 
-def is_supported(inputs: Inputs) -> bool:
-    """Whether the kernel supports a call on a GPU that runs Gluon kernels."""
+def is_supported(inputs: Inputs, kernel: str) -> bool:
+    """Whether "forward" or "backward" supports a call on a GPU that runs Gluon kernels."""
     G, pairs = inputs.facts.F.G, inputs.selection.block_indices.numel()
     # threads copy 16 bytes each, which Triton infers from strides divisible by 16
-    copied = launch.next_power_of_2(G) < MIN_BOX_ROWS
+    copied = kernel == "forward" or launch.next_power_of_2(G) < MIN_BOX_ROWS
     aligned = not copied or all(stride % 16 == 0 for stride in inputs.q.stride()[:3])
     fits = ROWS.value >= G and 0 < pairs < 1 << 31
-    return aligned and fits and inputs.suits_gluon("key_major_sm90", "key_major.backward")
+    return aligned and fits and inputs.suits_gluon("key_major_sm90", f"key_major.{kernel}")
 
 
 def pair_tokens(inputs: Inputs) -> int:
@@ -330,6 +408,23 @@ def pair_tokens(inputs: Inputs) -> int:
         return 1
     tokens = math.gcd(facts.F.stride, inputs.selection.start, facts.T, ROWS.value // rows)
     return tokens if tokens * rows >= MIN_BOX_ROWS else 1
+
+
+def boxes(inputs: Inputs) -> dict[str, Any]:
+    """Descriptors of keys and values, a block a box."""
+    box = [1, KEYS.value, 1, inputs.facts.F.D]
+    return dict(k=launch.gluon_box(inputs.k, box), v=launch.gluon_box(inputs.v, box))
+
+
+def forward(inputs: Inputs, partials: dict[str, Any], csr: CSR, chunk: Chunk) -> None:
+    """Like `nsa_selected_fwd_key_major`: writes partial out and lse of a chunk of all heads."""
+    facts, group = inputs.facts, launch.next_power_of_2(inputs.facts.F.G)
+    F = facts.F._replace(HEADS=facts.F.K, GROUP=group, PAIRS=ROWS.value // group)
+    launcher(nsa_selected_fwd_key_major_sm90, (csr.max_tiles,))(
+        q=inputs.q, **boxes(inputs), strides=inputs.q.stride()[:3], **partials, csr=chunk.csr,
+        tile_pairs=csr.tile_pairs, num_tiles=csr.max_tiles, T=facts.T, S=facts.S, C=facts.C,
+        BLOCKS=csr.blocks, scale_log2=inputs.scale * launch.LOG2_E, F=F, num_warps=4,
+    )  # fmt: skip
 
 
 def backward(
@@ -350,12 +445,12 @@ def backward(
         DQ=partial_dq is not None, BY_ROW=tokens * group < MIN_BOX_ROWS,
         PAIR_ROWS=tokens * group, PAIRS=ROWS.value // (tokens * group),
     )  # fmt: skip
-    box, q_box = [1, KEYS.value, 1, F.D], [1, tokens, group, WIDTH.value]
+    q_box = [1, tokens, group, WIDTH.value]
     q, d_out = (t if F.BY_ROW else launch.gluon_box(t, q_box) for t in (inputs.q, bwd.d_out))
     launcher(nsa_selected_bwd_key_major_sm90, (launch.cdiv(csr.max_tiles, 2),))(
-        q=q, k=launch.gluon_box(inputs.k, box), v=launch.gluon_box(inputs.v, box), d_out=d_out,
-        strides=inputs.q.stride()[:3], lse=bwd.lse, delta=bwd.delta, partial_dq=partial_dq,
-        gradients=gradients, csr=chunk.csr, tile_pairs=csr.tile_pairs, num_tiles=csr.max_tiles,
-        head=chunk.head, T=facts.T, S=facts.S, C=facts.C, BLOCKS=csr.blocks, scale=inputs.scale,
+        q=q, **boxes(inputs), d_out=d_out, strides=inputs.q.stride()[:3], lse=bwd.lse,
+        delta=bwd.delta, partial_dq=partial_dq, gradients=gradients, csr=chunk.csr,
+        tile_pairs=csr.tile_pairs, num_tiles=csr.max_tiles, head=chunk.head, T=facts.T, S=facts.S,
+        C=facts.C, BLOCKS=csr.blocks, scale=inputs.scale,
         F=F, num_warps=4,
     )  # fmt: skip
