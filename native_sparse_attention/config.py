@@ -17,6 +17,7 @@ from .checks import (
     BRANCH_KV,
     BRANCHES,
     IMPORTANCE_RULES,
+    LEAST_NORMAL,
     TOO_LARGE,
     TOO_MANY_BLOCKS,
     check_bool,
@@ -288,7 +289,7 @@ class NSAConfig(AttentionConfig):
         rank_rotated: rank by keys and queries with rotary embedding (not with "compressed").
         use_diff_topk: let gradients reach the selection scores (straight-through gates).
         causal: whether a query sees no later tokens.
-        scale: multiplies the dot products; `dim_head ** -0.5` by default.
+        scale: multiplies the dot products; `dim_head ** -0.5` by default. Above 0 with "index".
         soft_cap: c, logits x of all branches become `c tanh(x / c)`.
         num_compressed_mem_kv: m, learned memory slots of the compressed branch.
         norm: RMSNorm of the input.
@@ -413,6 +414,11 @@ class NSAConfig(AttentionConfig):
                 "importance='index' has one ranking for each KV head, which learns from the loss "
                 "of ranking_queries: use_diff_topk must be False and "
                 "query_heads_share_selected_kv True"
+            )
+        if self.is_indexed and self.scale is not None and self.scale < LEAST_NORMAL:
+            raise ValueError(
+                "scale must be a number of at least 1.2e-38 or None with importance='index', whose "
+                f"loss teaches the largest scores, got {self.scale}"
             )
         if self.rank_rotated and has_compressed:
             raise ValueError(

@@ -218,6 +218,7 @@ WINDOW = dict(dim_head=2, compress_window_size=2)
 BASES = CALLS | {
     "two-sided": (SparseAttention(**LAYER | dict(causal=False)), dict(inp=X)),
     "index": (SparseAttention, LAYER | INDEX),
+    "index config": (nsa.NSAConfig, LAYER | INDEX),
     "index layer": (SparseAttention(**LAYER | INDEX), dict(inp=X)),
     "a row": (SparseAttention(**LAYER), dict(inp=X[:1])),
     "dense layer": (Attention(16, 8, 2), dict(x=X)),
@@ -283,6 +284,10 @@ REFUSED = {
             index_dim=6, rank_rotated=True, compress_block_size=1, compress_block_sliding_stride=1
         ),
         "compress_mlp must be None with": dict(compress_mlp=networks.MeanPool()),
+    },
+    "index config": {
+        "scale must be a number of at least 1.2e-38 or None with importance='index'": dict(scale=0),
+        "largest scores, got -0.5": dict(scale=-0.5),
     },
     "index layer": {
         "ranking_queries must be an integer of at least 1": dict(ranking_queries=0),
