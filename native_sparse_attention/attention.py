@@ -297,10 +297,10 @@ class SparseAttention(Started):
             documents: `varlen.Documents` of rows whose documents begin at multiples of s and
                 d already.
             ranking_queries: with importance="index", also return its loss, for so many queries of a
-                row, drawn with `generator`, or for queries at these positions [m] of the rows of
-                `inp`; with `documents` also [b, m], -1 for none. The loss is
-                the KL divergence of the index's softmax over blocks from what they are worth to
-                exact attention; it reaches `to_index` alone, and costs O(m n).
+                row, drawn with `generator`, or for queries at these positions of the rows of `inp`:
+                [m] of every row, or [b, m] of each, -1 for none. Queries of padding do not count.
+                The loss is the KL divergence of the index's softmax over blocks from what they are
+                worth to exact attention; it reaches `to_index` alone, and costs O(m n).
             ranking_weights: what a block is worth: "output", the norm of what it adds to the
                 output, or "mass", its attention probabilities.
 
@@ -489,10 +489,9 @@ class SparseAttention(Started):
         elif layout is not None and config.out_bias:  # the output of padding is 0
             out = out.masked_fill((layout.target < 0)[..., None], 0)
         if ranking_queries is not None:
-            rows = None if layout is None else layout.target
             return out, ranking.ranking_loss(
                 config, self.sinks, tensors, ranking_queries, documents, generator,
-                ranking_weights, rows,
+                ranking_weights, layout,
             )  # fmt: skip
         return (out, cache) if return_cache else out
 

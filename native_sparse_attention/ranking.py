@@ -18,7 +18,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from . import blocks
-from .checks import check_int, describe
+from .checks import INTEGER_DTYPES, check_int, describe
 from .compat import no_autocast
 from .config import NSAConfig
 from .ops.reference import (
@@ -29,22 +29,29 @@ from .ops.reference import (
     masked_softmax,
     visible_windows,
 )
-from .varlen import Documents
+from .varlen import Documents, Layout
 
 # what a block is worth: the norm of what it adds to the output, or its attention mass
 WEIGHTS = ("output", "mass")
 
 
 def sampled(
-    queries: int | Tensor, n: int, generator: Any, device: Any, name: str = "ranking_queries"
-) -> Tensor:
-    """Positions [m] of queries: those given, or that many at random, in order."""
+    queries: int | Tensor, n: int, generator: Any, device: torch.device,
+    name: str = "ranking_queries", rows: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Positions of queries: those given, [m] or [rows m] with -1 for none, or that many [m] at
+    random, in order."""
     if isinstance(queries, Tensor):
-        if queries.ndim != 1 or queries.is_floating_point() or queries.dtype == torch.bool:
-            raise ValueError(f"{name} must be [m] integers, got {describe(queries)}")
+        fits = queries.ndim in (1, 2) and queries.shape[:-1] in ((), (rows,))
+        fits = fits and queries.dtype in INTEGER_DTYPES
+        if not fits or queries.device.type not in ("cpu", device.type):
+            shapes = "[m]" if rows is None else f"[m] or [{rows}, m]"
+            raise ValueError(f"{name} must be {shapes} integers, got {describe(queries)}")
         is_on_host = queries.device.type == "cpu" and not torch.compiler.is_compiling()
-        if is_on_host and queries.numel() and not 0 <= int(queries.min()) <= int(queries.max()) < n:
-            raise ValueError(f"{name} must be positions from 0 to {n - 1}, got {queries.tolist()}")
+        least, is_known = 1 - queries.ndim, is_on_host and queries.numel() > 0
+        if is_known and not least <= int(queries.min()) <= int(queries.max()) < n:
+            expected, got = f"positions from {least} to {n - 1}", describe(queries.tolist())
+            raise ValueError(f"{name} must be {expected}, got {got}")
         return queries.to(device, torch.long)
     m = min(check_int(name, queries, 1), n)
     source = "cpu" if generator is None else generator.device
@@ -89,26 +96,22 @@ def ranking_loss(
     documents: Documents | None,
     generator: torch.Generator | None = None,
     weigh: str = "output",
-    rows: Tensor | None = None,
+    layout: Layout | None = None,
 ) -> Tensor:
     """The KL divergence of the index's softmax over candidate blocks from what these blocks are
     worth (`block_targets`), a mean over m sampled queries of each sequence and KV head that have
     two candidates or more: O(m t) in time and memory. `tensors` [b h n d] are those of `attend`.
-    Queries are entries of the caller's rows, whose positions in these tensors `rows` [b t] has, -1
-    for none; or with `documents` these positions themselves, [b m]."""
-    s, K, n = config.selection_block_size, config.kv_heads, tensors["q"].shape[2]
-    device, count = tensors["q"].device, 1 if documents is None else tensors["q"].shape[0]
-    if documents is not None and isinstance(queries, Tensor) and queries.ndim == 2:
-        if queries.is_floating_point() or queries.dtype == torch.bool:
-            raise ValueError(f"ranking_queries must be [b, m] integers, got {describe(queries)}")
-        i = queries.to(device, torch.long)
-    else:
-        i = sampled(queries, n if rows is None else rows.shape[1], generator, device)[None]
-        i = i if rows is None else rows[:, i[0]]
-    is_token, position = i >= 0, i.clamp(min=0).expand(count, -1)
+    Queries are entries of the caller's rows, which `layout` moved to rows of `documents`."""
+    s, K, device = config.selection_block_size, config.kv_heads, tensors["q"].device
+    b, n = len(tensors["q"]), tensors["q"].shape[2]
+    length = n if layout is None else layout.target.shape[1]
+    i = sampled(queries, length, generator, device, rows=b)
+    i = i if layout is None else layout.positions(i)
+    i = i if i.ndim == 2 else i[None]
+    is_token, position = i >= 0, i.clamp(min=0)
     if documents is not None:
-        bounds = (bound.expand(count, -1).gather(1, position) for bound in documents)
-        documents = Documents(*bounds)
+        position = position.expand(b, -1)
+        documents = Documents(*(bound.expand(b, -1).gather(1, position) for bound in documents))
     j = torch.arange(n, device=i.device)
     visible = (j <= position[..., None]) if config.causal else torch.ones_like(j, dtype=torch.bool)
     visible = visible.expand(*position.shape, -1)

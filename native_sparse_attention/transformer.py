@@ -314,7 +314,7 @@ class Transformer(Started):
         cu_seqlens: Tensor | None = None,
         segment_ids: Tensor | None = None,
         mask: Tensor | None = None,
-        ranking_queries: int | None = None,
+        ranking_queries: int | Tensor | None = None,
         ranking_weights: str = "output",
         generator: torch.Generator | None = None,
     ) -> Any:
@@ -333,8 +333,8 @@ class Transformer(Started):
                 Every document starts at position 0. The loss omits the first token of each
                 document.
             ranking_queries: with importance="index", also return the mean ranking loss of the
-                layers, each for so many queries that `generator` draws, as SparseAttention gives
-                it with `ranking_weights`. Excludes a cache.
+                layers, as SparseAttention gives it with `ranking_weights`, each for so many queries
+                that `generator` draws, or at these positions of `ids`. Excludes a cache.
         """
         check_bools(
             return_loss=return_loss, disable_flex=disable_flex,
@@ -379,8 +379,8 @@ class Transformer(Started):
             n = ids.shape[1] if layout is None else layout.target.shape[1]
             for index, (attn, _) in enumerate(blocks):
                 if getattr(attn, "to_index", None) is not None:
-                    i = sampled(ranking_queries, n, generator, ids.device)
-                    queries[index] = i if layout is None else layout.target[:, i]
+                    i = sampled(ranking_queries, n, generator, ids.device, rows=len(ids))
+                    queries[index] = i if layout is None else layout.positions(i)
             if not queries:
                 raise ValueError("ranking_queries goes with layers of importance='index'")
         losses: list[Tensor] = []

@@ -85,6 +85,11 @@ class Layout:
         """Move entries from their positions [b p ...] to [b t ...]; hidden entries are zero."""
         return Move.apply(x, self.target, self.source)  # type: ignore[no-any-return]
 
+    def positions(self, entries: Tensor) -> Tensor:
+        """Positions [b m] of entries [m] or [b m]; -1 for entry -1 and for hidden entries."""
+        entries = entries.expand(len(self.target), -1)
+        return self.target.gather(1, entries.clamp(min=0)).masked_fill(entries < 0, -1)
+
     def windows(self, d: int, count: int, *, causal: bool) -> Layout:
         """The layout of windows, with `count` windows in each of the caller's rows."""
         w = torch.arange(self.source.shape[1] // d, device=self.source.device)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from native_sparse_attention import SparseAttention, Transformer, recipes
 from native_sparse_attention.recipes import ranking_alone, set_dense
 from native_sparse_attention.rotary import rotate
+from native_sparse_attention.varlen import layout
 from tests.helpers.layers import DIM, TOKENS, layer, normal
 
 INDEX = dict(TOKENS, importance="index", num_local_blocks=1)
@@ -160,6 +161,27 @@ def test_positions_are_those_of_the_rows_given():
     torch.testing.assert_close(padded, torch.stack(parts).mean(), atol=1e-6, rtol=1e-5)
     with pytest.raises(ValueError, match="positions from 0 to 69"):
         module(x, mask=mask, ranking_queries=torch.tensor([70]))
+
+
+ROWS = torch.tensor([[0] * 24 + [1] * 48, [0] * 72])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [{}, dict(segment_ids=ROWS), dict(mask=torch.arange(72) >= torch.tensor([[24], [11]])),
+     dict(documents=layout((2, 72), ROWS.device, 8, segment_ids=ROWS).documents)],
+    ids=lambda call: next(iter(call), "plain"),
+)  # fmt: skip
+def test_positions_of_each_row(call):
+    """[b m]: the mean over these queries alone, each of its own row."""
+    module, x, losses = layer(**INDEX), normal(2, 72, DIM), []
+    rows = torch.tensor([[70, -1, 44], [61, 61, 30]])
+    for b, i in ((0, 70), (0, 44), (1, 61), (1, 61), (1, 30)):
+        row = {n: type(t)(*(s[b][None] for s in t)) if n == "documents" else t[b][None]
+               for n, t in call.items()}  # fmt: skip
+        losses.append(module(x[b][None], ranking_queries=torch.tensor([i]), **row)[1])
+    loss = module(x, ranking_queries=rows, **call)[1]
+    torch.testing.assert_close(loss, torch.stack(losses).mean(), atol=1e-6, rtol=1e-5)
 
 
 def test_autocast_and_checkpoint():
