@@ -324,7 +324,8 @@ class Transformer(Started):
             ids: token ids, of any integral dtype. With a cache these are the next tokens only, any
                 number of them. An id outside of the vocabulary raises on the CPU and fails a
                 device-side assert on a GPU.
-            return_loss: mean cross-entropy, in nats, of `ids[:, 1:]` given `ids[:, :-1]`.
+            return_loss: mean cross-entropy, in nats, of `ids[:, 1:]` given `ids[:, :-1]`; 0 where
+                no token has a next one.
             disable_flex: leave the flex masks of the constructor unused.
             disable_triton_kernel: see SparseAttention.
             cache: of `new_cache` or an earlier call; updated in place. Excludes return_loss.
@@ -348,8 +349,6 @@ class Transformer(Started):
             ids, getattr(blocks[0][0], "alignment", 1), cache is not None or return_cache, lengths,
             cu_seqlens, segment_ids, mask, None,
         )  # fmt: skip
-        if return_loss and ids.shape[1] < 2:
-            raise ValueError(f"ids must have at least 2 tokens for a loss, got {ids.shape[1]}")
         if cache is None and return_cache:
             cache = self.new_cache()
         kwargs: dict[str, Any] = {"lengths": lengths}
@@ -402,10 +401,8 @@ class Transformer(Started):
         x = x if layout is None else layout.collect(x)
         out = self.to_logits(self.norm(x))
         if return_loss:
-            mean = "mean" if layout is None else "sum"
-            out = F.cross_entropy(rearrange(out, "b n t -> b t n").float(), labels, reduction=mean)
-            if layout is not None:
-                out = out / (labels != NO_LABEL).sum().clamp(min=1)
+            out = F.cross_entropy(rearrange(out, "b n t -> b t n").float(), labels, reduction="sum")
+            out = out / (labels != NO_LABEL).sum().clamp(min=1)
         if losses:
             return out, torch.stack(losses).mean()
         return (out, cache) if return_cache else out

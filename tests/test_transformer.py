@@ -132,6 +132,25 @@ def test_tensors_without_data(use_sparse_attn):
                 assert net(ids[:, :n], cache=cache).shape == (1, n, 64)
 
 
+@pytest.mark.parametrize("form", [None, {}, dict(branches=("selected",), importance="index")])
+def test_no_label_counts(form):
+    """The loss and its gradients are 0."""
+    net, ids = model(use_sparse_attn=form is not None, sparse_attn_kwargs=form), tokens(2, 9)
+    each, none = torch.arange(9).expand(2, -1), torch.zeros(2, 9, dtype=torch.bool)
+    for rows, call in (
+        (ids, dict(segment_ids=each)), (ids, dict(mask=none)), (ids, dict(mask=each < 1)),
+        (ids[:0], {}), (ids[:, :1], {}), (ids[:, :0], {}),
+        (ids[:1, :0], dict(cu_seqlens=each[0, :1])),
+    ):  # fmt: skip
+        ranking = dict(ranking_queries=4) if form and "importance" in form else {}
+        with torch.autograd.set_detect_anomaly(True):
+            losses = net(rows, return_loss=True, **call, **ranking)
+            losses = torch.stack(losses) if ranking else losses
+            losses.sum().backward()
+        assert not losses.any() and not any(p.grad.any() for p in net.parameters())
+        net.zero_grad()
+
+
 def test_each_layer_has_a_gate_of_its_own():
     kwargs = {**DEFAULT_SPARSE_ATTN, "strategy_combine_mlp": torch.nn.Linear(16, 6)}
     first, second = (attn for attn, _ in model(sparse_attn_kwargs=kwargs).layers)

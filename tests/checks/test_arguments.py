@@ -352,9 +352,6 @@ REFUSED = {
         "ids must have shape [b, n], got [3]": dict(ids=torch.ones(3, dtype=torch.long)),
         "ids must be token ids from 0 to 31": dict(ids=torch.tensor([[0, 32]])),
         "got -1": dict(ids=torch.tensor([[-1, 3]])),
-        "ids must have at least 2 tokens": dict(
-            ids=torch.zeros(2, 1, dtype=torch.long), return_loss=True
-        ),
         "as new_cache makes it, got 0 of them": dict(cache=[]),
         "lengths goes with a cache": dict(lengths=[1, 2]),
         "ranking_queries goes with layers of importance='index'": dict(ranking_queries=3),
