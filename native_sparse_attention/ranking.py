@@ -143,7 +143,9 @@ def ranking_loss(
             visible_windows(position, ck.shape[2], config.d, config.causal, documents), c,
             config.for_functions.but(scale=None),
         )  # fmt: skip
-        logs = scores.masked_fill(~candidate, float("-inf")).log_softmax(dim=-1)
+        # finite: a row of -inf alone, of a query without candidates, would have NaN gradients
+        least = torch.finfo(scores.dtype).min
+        logs = scores.masked_fill(~candidate, least).log_softmax(dim=-1)
         logs = logs.masked_fill(~candidate, 0.0)
         entropy = torch.special.xlogy(target, target)
         divergence = (entropy - target * logs).sum(dim=-1)

@@ -100,7 +100,8 @@ def test_blocks_whose_window_is_not_complete_are_no_candidates():
 
 def test_the_loss_trains_the_index_alone():
     module, x = layer(**INDEX), normal(1, 40, DIM).requires_grad_()
-    module(x, ranking_queries=8)[1].backward()
+    with torch.autograd.set_detect_anomaly(True):  # of 40 queries the first have no candidates
+        module(x, ranking_queries=40)[1].backward()
     trained = [name for name, p in module.named_parameters() if p.grad is not None]
     assert trained == ["to_index.weight"] and x.grad is None
     out, loss = module(x, ranking_queries=8)
@@ -114,10 +115,12 @@ def test_sequences_without_a_choice_lose_nothing(T):
     module = SparseAttention(
         8, 4, 2, 4, 8, 8, 2, causal=True, branches=("selected",), importance="index"
     )
-    _, loss = module(torch.randn(2, T, 8), ranking_queries=2)
-    assert loss == 0
-    loss.backward()
-    assert not module.to_index.weight.grad.any()
+    for batch, queries in ((2, 2), (0, 2), (2, torch.zeros(2, 0, dtype=torch.long))):
+        _, loss = module(torch.randn(batch, T, 8), ranking_queries=queries)
+        with torch.autograd.set_detect_anomaly(True):
+            loss.backward()
+        assert loss == 0 and not module.to_index.weight.grad.any()
+        module.zero_grad()
 
 
 def test_queries_are_drawn_by_the_generator():
