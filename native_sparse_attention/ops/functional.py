@@ -137,8 +137,10 @@ def checked(call: Call, config: AttentionConfig, is_layer: bool = True) -> Call:
         check_read(call, config)
         check_masks(call.sliding_window_flex_mask, call.fine_selection_flex_mask)
     # queries and keys that only rank may have a width of their own, and a query for each KV head
+    # where the heads of a group share a ranking
     if call.cq is not None and "compressed" not in config.branches:
-        axes = AXES | dict(cq="B T R I", ck="B W K I")
+        heads = "R" if config.query_heads_share_selected_kv else "H"
+        axes = AXES | dict(cq=f"B T {heads} I", ck="B W K I")
     dims = check_tensors(call, config, axes, is_layer)
     S: Any = dims.get("S")
     if S is not None and call.ck is not None:
@@ -257,7 +259,7 @@ def native_sparse_attention(
             they may see; not causal: in sequences of at most this length.
         cq: queries of branch 1 and of the ranking, without rotary embedding; q by default. Without
             the compressed branch cq and ck may have another width, and cq one query for each KV
-            head, [B, T, K, I].
+            head, [B, T, K, I], if the query heads share rankings.
         window_k, window_v: keys and values of branch 3; k and v by default.
         use_diff_topk: let gradients reach the scores through straight-through gates.
         return_indices: also return the selected block indices, [B, T, K or H, n].

@@ -230,6 +230,10 @@ BASES = CALLS | {
         dict(q=X[:1].unflatten(2, (2, 8)), sliding_window_size=2)
         | dict.fromkeys("kv", X[:1].unflatten(2, (2, 8))),
     ),
+    "own rankings": (nsa.native_sparse_attention, dict(
+        {n: t for n, t in CALLS["whole"][1].items() if n not in ("cv", "branch_gates")},
+        **ONE, query_heads_share_selected_kv=False,
+    )),
     "windows": (
         nsa.compressed_attention,
         dict(q=X[:1].unflatten(2, (2, 8)), compress_block_sliding_stride=4)
@@ -241,7 +245,7 @@ BASES = CALLS | {
     "SumPool": (networks.SumPool, dict(dim_head=2, gain=float("nan"))),
     "kv": (networks.CompressTransformer(1, 8, 2), dict(kv=torch.randn(1, 3, 2, 5, 4))),
     "two-sided model": (Transformer(**MODEL, causal=False).stream, CALLS["stream"][1]),
-}
+}  # fmt: skip
 TWO_WAYS = "use_flex_fine_selection and use_triton_fine_selection are two ways"
 # what a call is changed by, of each message
 REFUSED = {
@@ -389,6 +393,9 @@ REFUSED = {
         "float32 or float64 of shape [2] on cpu, got": dict(sinks=torch.zeros(3)),
         "backend must be a name or a tuple of names, got None": dict(backend=None),
         "backend must be a name or a tuple of at least one": dict(backend=()),
+    },
+    "own rankings": {
+        "cq has H=2 but q has H=4": dict(cq=torch.zeros(B, T, K, 5), ck=torch.zeros(B, 4, K, 5)),
     },
     "window": {"one row of packed documents, got a batch of 2": dict(cu_seqlens=PACKED)},
     "windows": {
