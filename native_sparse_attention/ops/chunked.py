@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -234,8 +235,9 @@ def attend(
     )
     out, lse = rearrange(out, "b k g i e -> b i (k g) e"), rearrange(lse, "b k g i -> b i (k g)")
     if sinks is not None:
-        lse_with_sink = torch.logaddexp(lse, sinks.to(lse.dtype))
-        out, lse = out * (lse - lse_with_sink).exp()[..., None], lse_with_sink
+        sinks = sinks.to(lse.dtype)
+        out = out * (lse - sinks).sigmoid()[..., None]
+        lse = sinks - F.logsigmoid(sinks - lse)  # logaddexp makes NaN of second derivatives
     return (out, lse) if return_lse else out
 
 

@@ -25,16 +25,18 @@ def normal(*shape, dtype=torch.float64):
 def test_gradients_of_gradients(gated, monkeypatch):
     q, k, v = normal(1, 3, 2, 2), normal(1, 6, 1, 2), normal(1, 6, 1, 1)
     gates = normal(1, 3, 1, 2) if gated else None
-    indices = torch.tensor([0, 1]).expand(1, 3, 1, 2)
+    sinks = normal(2) if gated else None
+    indices = torch.tensor([[-1, -1], [0, 1], [0, 1]])[None, :, None]  # the first sees no key
 
-    def op(q, k, v, gates):
-        kwargs = dict(selection_block_size=2, gates=gates, soft_cap=3.0)
-        return nsa.selected_attention(q, k, v, indices, **kwargs)
+    def op(q, k, v, gates, sinks):
+        kwargs = dict(selection_block_size=2, gates=gates, soft_cap=3.0, num_local_blocks=0)
+        return nsa.selected_attention(q, k, v, indices, sinks=sinks, return_lse=gated, **kwargs)
 
     with running("chunked"):
         monkeypatch.setattr(chunked, "CHUNK_SCORES", 12)
-        assert torch.autograd.gradcheck(op, (q, k, v, gates))
-        assert torch.autograd.gradgradcheck(op, (q, k, v, gates))
+        with torch.autograd.set_detect_anomaly(True):
+            assert torch.autograd.gradcheck(op, (q, k, v, gates, sinks))
+            assert torch.autograd.gradgradcheck(op, (q, k, v, gates, sinks))
 
 
 def test_hidden_keys_are_not_computed(monkeypatch):
