@@ -20,7 +20,7 @@ from torch.nn import Module
 from . import ranking
 from .block_sizes import BlockSizes
 from .cache.kv_cache import Identity, KVCache, check_cache
-from .checks import BRANCHES, check_bool, check_choice, check_generator, check_input, copied
+from .checks import BRANCHES, check_bool, check_input, check_type, copied
 from .compat import refuse_transforms
 from .compress import MeanPool, choose_network, compress_sequences, compress_windows, slides
 from .config import SETTINGS, AttentionConfig, NSAConfig, changed
@@ -191,6 +191,7 @@ class SparseAttention(Started):
                 start = -2.0 if "window" in config.branches else 0.0
                 biases = [2.0 if name == "window" else start for name in config.branches]
                 strategy_combine_mlp = gate_linear(dim, heads, biases)
+            check_type("strategy_combine_mlp", strategy_combine_mlp, Module, "an nn.Module or None")
             self.to_strategy_combine = nn.Sequential(
                 strategy_combine_mlp,
                 nn.Sigmoid(),
@@ -208,8 +209,7 @@ class SparseAttention(Started):
     def from_config(cls, config: NSAConfig, **networks: Any) -> SparseAttention:
         """A layer with these settings. `networks` are the constructor's other arguments:
         compress_mlp, strategy_combine_mlp, rotary_emb, rope_theta, inv_freq."""
-        if not isinstance(config, NSAConfig):
-            raise ValueError(f"config must be an NSAConfig, got {type(config).__name__}")
+        check_type("config", config, NSAConfig, "an NSAConfig")
         layer = cls(**config.values_of(*(FIELDS - {"scale"})), **networks)
         layer.config = replace(layer.config, scale=config.scale)
         return layer
@@ -224,6 +224,8 @@ class SparseAttention(Started):
         """To set a setting replaces `config`, if the layer has the weights for it."""
         if name in SETTINGS:
             name, value = "config", changed(self, name, value)
+        if name == "dense":  # a module would become a child of that name
+            value = check_bool(name, value)
         super().__setattr__(name, value)
 
     @property
@@ -234,13 +236,12 @@ class SparseAttention(Started):
 
     @dense.setter
     def dense(self, value: bool) -> None:
-        dense = check_bool("dense", value)
-        if dense and self.config.branches != ("selected",):
+        if value and self.config.branches != ("selected",):
             raise ValueError(
                 "dense goes with branches=('selected',) only: others are not dense attention with "
                 f"any selection, got branches={self.config.branches}"
             )
-        self._dense = dense
+        self._dense = value
 
     def reset_gate(self) -> None:
         """Restore the gate's initial weights, after a recipe has initialised every `nn.Linear`."""
@@ -316,14 +317,11 @@ class SparseAttention(Started):
         refuse_transforms("SparseAttention")
         disable_triton_kernel = check_bool("disable_triton_kernel", disable_triton_kernel)
         return_cache = check_bool("return_cache", return_cache)
-        check_choice("ranking_weights", ranking_weights, ranking.WEIGHTS)
-        check_generator(generator)
         masks = sliding_window_flex_mask, fine_selection_flex_mask
         functional.check_masks(*masks)
         check_input(inp, config.dim, self.to_qkv)
         cache = check_cache(cache, return_cache, lengths, config.causal, config.alignment)
-        if ranking_queries is not None and cache is not None:
-            raise ValueError("ranking_queries must be None with a cache")
+        ranking.check_ranking(ranking_queries, ranking_weights, generator, cache)
         if ranking_queries is not None and self.to_index is None:
             raise ValueError("ranking_queries goes with importance='index'")
         if cache is not None and self.observer is not None:

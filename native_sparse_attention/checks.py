@@ -117,12 +117,13 @@ def check_bools(**values: Any) -> tuple[bool, ...]:
 
 
 def as_int(value: Any) -> Any:
-    """A value of any integral type as an integer; None for other values, booleans included. A
-    symbolic integer stays symbolic."""
+    """A value of any integral type as an integer; None for other values, booleans and vectors
+    included. A symbolic integer stays symbolic."""
     if type(value) is int or isinstance(value, torch.SymInt):
         return value
+    is_other = isinstance(value, Tensor) and (value.ndim > 0 or value.dtype == torch.bool)
     try:
-        return None if isinstance(value, bool) else operator.index(value)
+        return None if is_other or isinstance(value, bool) else operator.index(value)
     except (TypeError, RuntimeError):
         return None
 
@@ -424,17 +425,4 @@ def check_windows(
         raise ValueError(
             f"ck must hold the {complete} windows, {d} apart, of a sequence of S={S} tokens, got "
             f"{W}. Where keys are not at hand, seq_len gives S"
-        )
-
-
-def check_documents(
-    documents: Any, dims: dict[str, int], q_offset: int | Tensor, device: torch.device
-) -> None:
-    """Check documents: queries and keys must be the same tokens."""
-    if documents is None:
-        return
-    if isinstance(q_offset, Tensor) or q_offset or dims.get("S", dims["T"]) != dims["T"]:
-        raise ValueError(
-            f"documents need queries that are all tokens, got q_offset={q_offset}, "
-            f"T={dims['T']} and S={dims.get('S')}"
         )

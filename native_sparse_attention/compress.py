@@ -26,7 +26,7 @@ from einops.layers.torch import EinMix, Rearrange
 from torch import Tensor, nn
 
 from . import blocks
-from .checks import check_choice, check_factor, check_hidden
+from .checks import check_choice, check_factor, check_hidden, check_type
 from .compat import free_size, is_exporting, no_autocast
 from .config import NSAConfig
 from .initialization import Started, StartedLinear
@@ -333,6 +333,7 @@ def choose_network(config: NSAConfig, network: nn.Module | None) -> nn.Module:
         factor = config.compress_mlp_expand_factor
         check_hidden("compress_mlp_expand_factor", factor, l * dim_head)
         return default_compress_mlp(dim_head, l, factor)
+    check_type("compress_mlp", network, nn.Module, "an nn.Module or None")
     if config.is_indexed:
         raise ValueError("compress_mlp must be None with importance='index', whose keys learn")
     gets_gradient = has_branch or (config.ranks and config.use_diff_topk)

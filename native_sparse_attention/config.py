@@ -17,7 +17,6 @@ from .checks import (
     BRANCH_KV,
     BRANCHES,
     IMPORTANCE_RULES,
-    LEAST_NORMAL,
     TOO_LARGE,
     TOO_MANY_BLOCKS,
     check_bool,
@@ -26,6 +25,7 @@ from .checks import (
     check_factor,
     check_groups,
     check_int,
+    check_number,
     check_positive,
     check_scale,
 )
@@ -390,12 +390,15 @@ class NSAConfig(AttentionConfig):
         importance = self.importance
         if self.is_indexed:
             self.keep(importance=INDEX_RULES[self.index_pool])
+            check_positive("scale", self.scale)  # the loss teaches the largest scores
         super().check()
         self.keep(importance=importance)
         sizes = "dim", "dim_head", "heads", "kv_heads", "index_heads", "index_dim"
         self.keep_checked(check_int, *sizes, minimum=1)
         self.keep_checked(check_int, "num_compressed_mem_kv", minimum=0)
-        self.keep_checked(check_factor, "qk_norm_eps", "compress_mlp_expand_factor")
+        self.keep_checked(check_factor, "compress_mlp_expand_factor")
+        eps = check_number("qk_norm_eps", self.qk_norm_eps, "a number of at least 1e-20", 1e-20)
+        self.keep(qk_norm_eps=eps)  # float32 holds eps^(-3/2), of gradients of zeros
         flags = "norm", "attention_sinks", "rank_rotated", "qkv_bias", "out_bias", "qk_norm"
         self.keep_checked(check_bool, *flags)
         check_groups(self.heads, self.kv_heads)
@@ -414,11 +417,6 @@ class NSAConfig(AttentionConfig):
                 "importance='index' has one ranking for each KV head, which learns from the loss "
                 "of ranking_queries: use_diff_topk must be False and "
                 "query_heads_share_selected_kv True"
-            )
-        if self.is_indexed and self.scale is not None and self.scale < LEAST_NORMAL:
-            raise ValueError(
-                "scale must be a number of at least 1.2e-38 or None with importance='index', whose "
-                f"loss teaches the largest scores, got {self.scale}"
             )
         if self.rank_rotated and has_compressed:
             raise ValueError(

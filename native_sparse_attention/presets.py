@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .checks import check_choice, check_int
+from .checks import as_int, check_branches, check_choice, check_int
 
 # of `NSAConfig` without sizes, `Transformer` and `NSAModelConfig`
 RECOMMENDED = "one-softmax"
@@ -54,10 +54,10 @@ def preset(
         key: size for key, size in zip(SIZES, sizes, strict=False) if size is not None
     }
     settings = form | settings | changes
-    # left out where settings that replace those of the preset exclude it
-    stride, dense_length = settings.get("selection_stride", 1), settings.get("dense_length", 0)
-    divides = not isinstance(stride, int) or stride < 1 or dense_length % stride == 0
-    is_one_softmax = tuple(settings.get("branches", ())) == ("selected",)
-    if "dense_length" not in changes and not (divides and is_one_softmax):
-        settings.pop("dense_length", None)
+    if "dense_length" in settings.keys() - changes:
+        # left out where settings that replace those of the preset exclude it
+        stride = max(1, as_int(settings.get("selection_stride")) or 1)
+        is_one_softmax = check_branches(settings["branches"]) == ("selected",)
+        if not is_one_softmax or settings["dense_length"] % stride:
+            del settings["dense_length"]
     return settings

@@ -18,7 +18,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from . import blocks
-from .checks import INTEGER_DTYPES, check_int, describe
+from .checks import INTEGER_DTYPES, check_choice, check_generator, check_int, describe
 from .compat import no_autocast
 from .config import NSAConfig
 from .ops.reference import (
@@ -26,6 +26,7 @@ from .ops.reference import (
     candidates,
     capped,
     importance_scores,
+    keep_document,
     masked_softmax,
     visible_windows,
 )
@@ -35,12 +36,19 @@ from .varlen import Documents, Layout
 WEIGHTS = ("output", "mass")
 
 
+def check_ranking(queries: Any, weights: Any, generator: Any, cache: Any) -> None:
+    """Check what a call of a layer or a model asks of learned rankings."""
+    check_choice("ranking_weights", weights, WEIGHTS)
+    check_generator(generator)
+    if queries is not None and cache is not None:
+        raise ValueError("ranking_queries must be None with a cache")
+
+
 def sampled(
     queries: int | Tensor, n: int, generator: Any, device: torch.device,
     name: str = "ranking_queries", rows: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Positions of queries: those given, [m] or [rows m] with -1 for none, or that many [m] at
-    random, in order."""
+    """Positions of queries: those given, [m] or [rows m], -1 for none; or m at random, in order."""
     if isinstance(queries, Tensor):
         fits = queries.ndim in (1, 2) and queries.shape[:-1] in ((), (rows,))
         fits = fits and queries.dtype in INTEGER_DTYPES
@@ -106,18 +114,15 @@ def ranking_loss(
     b, n = len(tensors["q"]), tensors["q"].shape[2]
     length = n if layout is None else layout.target.shape[1]
     i = sampled(queries, length, generator, device, rows=b)
-    i = i if layout is None else layout.positions(i)
-    i = i if i.ndim == 2 else i[None]
+    i = torch.atleast_2d(i if layout is None else layout.positions(i))
     is_token, position = i >= 0, i.clamp(min=0)
     if documents is not None:
         position = position.expand(b, -1)
         documents = Documents(*(bound.expand(b, -1).gather(1, position) for bound in documents))
-    j = torch.arange(n, device=i.device)
-    visible = (j <= position[..., None]) if config.causal else torch.ones_like(j, dtype=torch.bool)
-    visible = visible.expand(*position.shape, -1)
-    if documents is not None:
-        visible = visible & (j >= documents.first[..., None]) & (j < documents.last[..., None])
-        visible = visible & (position < documents.last)[..., None]  # padding sees nothing
+        is_token = is_token & (position < documents.last)  # others lie between documents
+    j = torch.arange(n, device=device)
+    visible = (j <= position[..., None]) | (not config.causal)
+    visible = keep_document(visible, j, documents, slice(None))
 
     with no_autocast(device.type):
         q, k, v, cq, ck = (tensors[name].float() for name in ("q", "k", "v", "cq", "ck"))
@@ -144,8 +149,7 @@ def ranking_loss(
             config.for_functions.but(scale=None),
         )  # fmt: skip
         # finite: a row of -inf alone, of a query without candidates, would have NaN gradients
-        least = torch.finfo(scores.dtype).min
-        logs = scores.masked_fill(~candidate, least).log_softmax(dim=-1)
+        logs = scores.masked_fill(~candidate, torch.finfo(scores.dtype).min).log_softmax(dim=-1)
         logs = logs.masked_fill(~candidate, 0.0)
         entropy = torch.special.xlogy(target, target)
         divergence = (entropy - target * logs).sum(dim=-1)

@@ -16,7 +16,7 @@ from rotary_embedding_torch import RotaryEmbedding, apply_rotary_emb
 from torch import Tensor
 from torch.nn import Module
 
-from .checks import check_number, describe
+from .checks import FLOAT_DTYPES, check_number, describe
 from .ops.triton.elementwise import ProjectedHeads
 from .ops.triton.elementwise import rotate as run_kernel
 from .ops.triton.operator import needs_gradient
@@ -108,20 +108,20 @@ def make_frequencies(dim: int, theta: float, inv_freq: Any) -> tuple[float, ...]
                 f"dim_head must be even for rotary embedding, got {dim}: give inv_freq of fewer "
                 "pairs or rotary_emb=False"
             )
-        expected, smallest = "a positive finite number", sys.float_info.min
-        base = check_number("rope_theta", theta, expected, smallest, sys.float_info.max)
+        expected = "a finite number of at least 1e-28"  # angles fit into float32
+        base = check_number("rope_theta", theta, expected, 1e-28, sys.float_info.max)
         return tuple(base ** (-2 * i / dim) for i in range(dim // 2))
     is_vector = isinstance(inv_freq, Tensor) and inv_freq.ndim == 1 and not inv_freq.is_meta
     if (
         not is_vector
-        or not inv_freq.is_floating_point()
+        or inv_freq.dtype not in FLOAT_DTYPES
         or not 1 <= len(inv_freq) <= dim // 2
-        or not inv_freq.isfinite().all()
+        or not (inv_freq.double().abs() <= 1e28).all()
         or inv_freq.requires_grad
     ):
         raise ValueError(
             "inv_freq, or the frequencies of rotary_emb, must be a vector of 1 to dim_head / 2 = "
-            f"{dim // 2} finite floats, not on the meta device, got {describe(inv_freq)}; learned "
+            f"{dim // 2} finite floats up to 1e28, not on meta, got {describe(inv_freq)}; learned "
             "frequencies go with rotary_emb, a RotaryEmbedding with learned_freq=True"
         )
     return tuple(inv_freq.double().tolist())
@@ -146,7 +146,7 @@ def make_rotary(
     if not isinstance(rotary_emb, (RotaryEmbedding, Rotary)):
         raise ValueError(
             "rotary_emb must be a RotaryEmbedding of the rotary-embedding-torch package, None for "
-            f"the layer's own or False for no positions, got {rotary_emb!r}"
+            f"the layer's own or False for no positions, got {describe(rotary_emb)}"
         )
     if getattr(rotary_emb, "use_xpos", False):
         raise ValueError(

@@ -24,7 +24,6 @@ from .cache.kv_cache import Identity, KVCache, check_cache, check_caches
 from .cache.paged import PagedKVCache
 from .checks import (
     check_bools,
-    check_choice,
     check_groups,
     check_hidden,
     check_ids,
@@ -40,7 +39,7 @@ from .generate import check_prompt, check_stop, generate, token_sampler
 from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
 from .presets import RECOMMENDED
-from .ranking import WEIGHTS, sampled
+from .ranking import check_ranking, sampled
 from .rotary import Rotary, make_rotary, rotate
 from .varlen import Documents, Layout, layer_layout
 
@@ -324,8 +323,7 @@ class Transformer(Started):
             ids: token ids, of any integral dtype. With a cache these are the next tokens only, any
                 number of them. An id outside of the vocabulary raises on the CPU and fails a
                 device-side assert on a GPU.
-            return_loss: mean cross-entropy, in nats, of `ids[:, 1:]` given `ids[:, :-1]`; 0 where
-                no token has a next one.
+            return_loss: mean cross-entropy in nats of `ids[:, 1:]` given `ids[:, :-1]`; 0 of none.
             disable_flex: leave the flex masks of the constructor unused.
             disable_triton_kernel: see SparseAttention.
             cache: of `new_cache` or an earlier call; updated in place. Excludes return_loss.
@@ -341,7 +339,6 @@ class Transformer(Started):
             return_loss=return_loss, disable_flex=disable_flex,
             disable_triton_kernel=disable_triton_kernel, return_cache=return_cache,
         )  # fmt: skip
-        check_choice("ranking_weights", ranking_weights, WEIGHTS)
         ids = check_ids("ids", ids, self.token_emb)
         blocks: list[Any] = list(self.layers)
         check_caches(cache, [attn for attn, _ in blocks], return_loss, lengths)
@@ -351,6 +348,7 @@ class Transformer(Started):
         )  # fmt: skip
         if cache is None and return_cache:
             cache = self.new_cache()
+        check_ranking(ranking_queries, ranking_weights, generator, cache)
         kwargs: dict[str, Any] = {"lengths": lengths}
         if self.use_sparse_attn:
             kwargs["disable_triton_kernel"] = disable_triton_kernel
@@ -372,8 +370,6 @@ class Transformer(Started):
                 kwargs["fine_selection_flex_mask"] = create_fine_mask(*sizes)
         queries: dict[int, Tensor] = {}
         if ranking_queries is not None:
-            if cache is not None:
-                raise ValueError("ranking_queries must be None with a cache")
             # drawn once: activation checkpointing runs a layer twice
             n = ids.shape[1] if layout is None else layout.target.shape[1]
             for index, (attn, _) in enumerate(blocks):

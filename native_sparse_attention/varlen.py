@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import blocks
-from .checks import INDEX_DTYPES, check_tensor, describe
+from .checks import INDEX_DTYPES, check_given, check_tensor, check_type, describe
 
 
 class Documents(NamedTuple):
@@ -39,6 +39,21 @@ class Documents(NamedTuple):
     def positions(self) -> Tensor:
         """Index of each position within its document, [b p]."""
         return torch.arange(self.first.shape[1], device=self.first.device) - self.first
+
+
+def check_documents(
+    documents: Any, shape: tuple[int, ...], S: int, q_offset: int | Tensor, device: torch.device
+) -> None:
+    """Check documents of a call whose queries [b p] must be all of its S tokens, or None."""
+    if documents is None:
+        return
+    check_type("documents", documents, Documents, "varlen.Documents")
+    check_given(**{"documents.first": documents.first, "documents.last": documents.last})
+    check_tensor("documents.first", documents.first, INDEX_DTYPES, device, shape)
+    check_tensor("documents.last", documents.last, INDEX_DTYPES, device, shape)
+    if isinstance(q_offset, Tensor) or q_offset or shape[1] != S:
+        got = f"q_offset={q_offset}, T={shape[1]} and S={S}"
+        raise ValueError(f"documents need queries that are all tokens, got {got}")
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
@@ -239,8 +254,7 @@ def layer_layout(
     cache, given or counted from the mask."""
     tensors = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
     names = [name for name, t in {**tensors, "documents": documents}.items() if t is not None]
-    if documents is not None and not isinstance(documents, Documents):
-        raise ValueError(f"documents must be varlen.Documents, got {type(documents).__name__}")
+    check_documents(documents, inp.shape[:2], inp.shape[1], 0, inp.device)
     if cached and names and names != ["mask"]:
         raise ValueError(f"{names[0]} must be None with a cache, whose rows hold one document each")
     if mask is not None and lengths is not None:

@@ -127,12 +127,13 @@ def test_theta_and_inv_freq(make):
             make(rope_theta=5.0, sparse_attn_kwargs=dict(rope_theta=7.0))
 
 
-THETA = "rope_theta must be a positive finite number, got"
+THETA = "rope_theta must be a finite number of at least 1e-28, got"
 WRONG = [torch.ones(5), torch.ones(1, 4), torch.ones(4, dtype=torch.int32), [1.0, 0.5]]
 WRONG += [torch.tensor([1.0, float("inf")]), torch.ones(4, device="meta")]
-WRONG += [nn.Parameter(torch.ones(4))]
+WRONG += [nn.Parameter(torch.ones(4)), torch.full((4,), 1e30)]
 BAD = [
     (dict(rope_theta=0), f"{THETA} 0"),
+    (dict(rope_theta=1e-30), f"{THETA} 1e-30"),
     (dict(rope_theta=float("nan")), f"{THETA} nan"),
     (dict(rope_theta=True), f"{THETA} True"),
     (dict(rope_theta=10**400), f"{THETA} int 1000"),

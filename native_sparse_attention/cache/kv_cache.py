@@ -238,7 +238,8 @@ def integers(name: str, values: Sequence[int] | Tensor) -> list[int]:
     except (TypeError, RuntimeError, NotImplementedError):
         elements = [None]
     numbers = [as_int(value) for value in elements]
-    if isinstance(values, (str, bytes)) or None in numbers:
+    is_float = isinstance(values, Tensor) and values.is_floating_point()
+    if is_float or isinstance(values, (str, bytes, dict)) or None in numbers:
         raise ValueError(f"{name} must be integers, one for each row, got {describe(values)}")
     return [number for number in numbers if number is not None]
 

@@ -147,6 +147,7 @@ def check_step(call: Call, config: AttentionConfig) -> None:
     B, K, device = dims["B"], dims["K"], call.q.device
     check_tensor("counters", call.counters, (torch.int32,), device, (B, K, COUNTERS))
     ranking: Any = call.ranking
+    check_tensor("ranking", ranking, (torch.int32,), device)
     if config.selection_stride > 1 and config.ranks:
         if ranking is None:
             raise ValueError("ranking must be given where selection_stride is above 1")

@@ -41,7 +41,6 @@ from ..checks import (
     TOO_LARGE,
     check_bool,
     check_callable,
-    check_documents,
     check_given,
     check_groups,
     check_int,
@@ -55,7 +54,7 @@ from ..checks import (
     check_windows,
 )
 from ..config import AttentionConfig
-from ..varlen import Documents
+from ..varlen import Documents, check_documents
 from . import branches as branches_of
 from . import dispatch
 from .call import Call
@@ -136,11 +135,10 @@ def checked(call: Call, config: AttentionConfig, is_layer: bool = True) -> Call:
     if is_layer:
         check_read(call, config)
         check_masks(call.sliding_window_flex_mask, call.fine_selection_flex_mask)
-    # queries and keys that only rank may have a width of their own, and a query for each KV head
-    # where the heads of a group share a ranking
+    # what only ranks may have a width of its own, and a query for each KV head that shares rankings
     if call.cq is not None and "compressed" not in config.branches:
-        heads = "R" if config.query_heads_share_selected_kv else "H"
-        axes = AXES | dict(cq=f"B T {heads} I", ck="B W K I")
+        axis = "R" if config.query_heads_share_selected_kv else "H"
+        axes = AXES | dict(cq=f"B T {axis} I", ck="B W K I")
     dims = check_tensors(call, config, axes, is_layer)
     S: Any = dims.get("S")
     if S is not None and call.ck is not None:
@@ -154,7 +152,7 @@ def checked(call: Call, config: AttentionConfig, is_layer: bool = True) -> Call:
         if causal or config.ranks:
             check_windows(dims["W"], S, config.d, causal=causal, q_offset=call.q_offset)
     offset = check_offset(call.q_offset, dims, S, causal, device)
-    check_documents(call.documents, dims, offset, device)
+    check_documents(call.documents, (dims["B"], dims["T"]), S, offset, device)
     heads = dims["K" if config.query_heads_share_selected_kv else "H"]
     shape, stride = (dims["B"], heads, config.num_selected_blocks), config.selection_stride
     check_tensor("leader_indices", call.leader_indices, (torch.int32,), device, shape)

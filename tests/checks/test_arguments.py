@@ -230,6 +230,7 @@ BASES = CALLS | {
         dict(q=X[:1].unflatten(2, (2, 8)), sliding_window_size=2)
         | dict.fromkeys("kv", X[:1].unflatten(2, (2, 8))),
     ),
+    "documents": CALLS["window"],
     "own rankings": (nsa.native_sparse_attention, dict(
         {n: t for n, t in CALLS["whole"][1].items() if n not in ("cv", "branch_gates")},
         **ONE, query_heads_share_selected_kv=False,
@@ -264,7 +265,7 @@ REFUSED = {
         "a vector of 1 to dim_head / 2 = 4 finite floats": dict(rotary_emb=RotaryEmbedding(16)),
         "soft_cap must be a number of at least 1.2e-38 or None, got -1.0": dict(soft_cap=-1.0),
         "compress_mlp_expand_factor must be a finite": dict(compress_mlp_expand_factor=0),
-        "qk_norm_eps must be a finite number above 0, got 0.0": dict(qk_norm_eps=0.0),
+        "qk_norm_eps must be a number of at least 1e-20, got 1e-21": dict(qk_norm_eps=1e-21),
         "branches must be some of 'compressed', 'selected', 'window', each": dict(branches=()),
         "each once, got 'selected'": dict(branches="selected"),
         "each once, got ('selected', 'selected')": dict(branches=("selected", "selected")),
@@ -275,6 +276,10 @@ REFUSED = {
         ),
         "rank_rotated=True needs branches without 'compressed'": dict(rank_rotated=True),
         "strategy_combine_mlp must be None": dict(ONE, strategy_combine_mlp=nn.Linear(16, 4)),
+        "strategy_combine_mlp must be an nn.Module or None": dict(strategy_combine_mlp="x"),
+        "compress_mlp must be an nn.Module or None, got 3": dict(compress_mlp=3),
+        "of at least 0, got a torch.bool": dict(num_selected_blocks=torch.tensor(True)),
+        "of at least 1, got a torch.int64": dict(index_dim=torch.tensor([8])),
         "compress_mlp must have no parameters to train": dict(
             ONE, compress_mlp=networks.AttentionPool(8, 8)
         ),
@@ -290,8 +295,8 @@ REFUSED = {
         "compress_mlp must be None with": dict(compress_mlp=networks.MeanPool()),
     },
     "index config": {
-        "scale must be a number of at least 1.2e-38 or None with importance='index'": dict(scale=0),
-        "largest scores, got -0.5": dict(scale=-0.5),
+        "scale must be a number of at least 1.2e-38 or None, got 0": dict(scale=0),
+        "got -0.5": dict(scale=-0.5),
     },
     "index layer": {
         "ranking_queries must be an integer of at least 1": dict(ranking_queries=0),
@@ -320,7 +325,7 @@ REFUSED = {
         "tensor of shape [2, 16] on meta": dict(mask=torch.ones(B, T, device="meta").bool()),
         "tensor of shape [2, 1, 16, 16]": dict(mask=torch.ones(B, 1, T, T, dtype=torch.bool)),
         "ranking_queries goes with importance='index'": dict(ranking_queries=3),
-        "documents must be varlen.Documents, got list": dict(documents=[1]),
+        "documents must be varlen.Documents, got [1]": dict(documents=[1]),
     },
     "two-sided": {"need causal=True": dict(return_cache=True)},
     "a row": {
@@ -339,6 +344,8 @@ REFUSED = {
         "name must be one of": dict(name="dense"),
         "length must be an integer of at least 1, got 0": dict(length=0),
         "length must be an integer of at least 1, got 2.5": dict(length=2.5),
+        "dense_length must be an integer of at least 0, got 'x'": dict(dense_length="x"),
+        "each once, got 3": dict(name="one-softmax", branches=3),
     },
     "Transformer": {
         TWO_WAYS: dict(
@@ -359,6 +366,7 @@ REFUSED = {
         "as new_cache makes it, got 0 of them": dict(cache=[]),
         "lengths goes with a cache": dict(lengths=[1, 2]),
         "ranking_queries goes with layers of importance='index'": dict(ranking_queries=3),
+        "generator must be a torch.Generator or None, got 3": dict(generator=3),
     },
     "stream": {
         "seq_len must be an integer of at least 16, got 3": dict(seq_len=3),
@@ -398,6 +406,16 @@ REFUSED = {
         "cq has H=2 but q has H=4": dict(cq=torch.zeros(B, T, K, 5), ck=torch.zeros(B, 4, K, 5)),
     },
     "window": {"one row of packed documents, got a batch of 2": dict(cu_seqlens=PACKED)},
+    "decode": {"ranking must be int32 on cpu, got 3": dict(ranking=3)},
+    "documents": {
+        "documents must be varlen.Documents, got True": dict(documents=True),
+        "documents.first must be a tensor, got None": dict(documents=varlen.Documents(None, IDS)),
+        "documents.last must be int32 or int64 of shape [2, 16] on cpu": dict(
+            documents=varlen.Documents(IDS, IDS[:1])
+        ),
+        "got a torch.float32": dict(documents=varlen.Documents(IDS.float(), IDS)),
+        "on meta": dict(documents=varlen.Documents(IDS, IDS.to("meta"))),
+    },
     "windows": {
         "ck must hold the 3 complete windows": dict(cu_seqlens=torch.tensor([0, 3, T])),
         "compress_block_sliding_stride must be an integer": dict(
@@ -501,12 +519,13 @@ def test_partial_sparse_attn_kwargs(kwargs, l, d, s):
 
 def test_rows_of_a_cache_are_no_booleans():
     cache = KVCache(batch=2)
-    for rows in (torch.tensor([True, False]), [True, False], [0.5], "01", [2]):
+    for rows in (torch.tensor([True, False]), [True, False], [0.5], "01", [2], {}, torch.empty(0)):
         for call in (cache.reset, cache.reorder):
             with pytest.raises(ValueError, match="rows must be"):
                 call(rows)
-    with pytest.raises(ValueError, match="lengths must be"):
-        cache.truncate(True)
+    for lengths in (True, torch.tensor(True), torch.tensor([0])):  # of one row, but there are two
+        with pytest.raises(ValueError, match="lengths must be"):
+            cache.truncate(lengths)
     cache.truncate(np.int64(0))
     with pytest.raises(ValueError, match="device must be"):
         cache.lengths_on("nothing")
