@@ -296,7 +296,7 @@ class NSAConfig(AttentionConfig):
         qkv_bias, out_bias: biases of the projections of the input and of the output.
         qk_norm: RMSNorm of every head of queries and keys, with learned weights [D], before the
             rotary embedding.
-        qk_norm_eps: its epsilon.
+        qk_norm_eps: its epsilon, at least 1e-20.
         branch_kv: "shared", or "independent" for keys and values of their own for each branch.
         attention_sinks: learn a logit of one more key of value 0 for each branch and query head.
         compress_mlp_expand_factor: hidden width of the default compression network over its input
