@@ -7,7 +7,6 @@ fp32 when a model is cast or loads a checkpoint of less precision.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -108,8 +107,8 @@ def make_frequencies(dim: int, theta: float, inv_freq: Any) -> tuple[float, ...]
                 f"dim_head must be even for rotary embedding, got {dim}: give inv_freq of fewer "
                 "pairs or rotary_emb=False"
             )
-        expected = "a finite number of at least 1e-28"  # angles fit into float32
-        base = check_number("rope_theta", theta, expected, 1e-28, sys.float_info.max)
+        # angles fit into float32
+        base = check_number("rope_theta", theta, "a number from 1e-28 to 3.4e38", 1e-28)
         return tuple(base ** (-2 * i / dim) for i in range(dim // 2))
     is_vector = isinstance(inv_freq, Tensor) and inv_freq.ndim == 1 and not inv_freq.is_meta
     if (

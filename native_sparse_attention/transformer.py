@@ -164,7 +164,6 @@ def layer_settings(
         name = RECOMMENDED if config is None else config
         check_type("config", name, str, "an NSAConfig, the name of a preset or None")
         return NSAConfig.preset(name, **shape), {}
-    check_type("sparse_attn_kwargs", kwargs, Mapping, "a dict or None")
     sizes: dict[str, Any] = dict(DEFAULT_SPARSE_ATTN)
     if "compress_block_size" in kwargs:
         del sizes["compress_block_sliding_stride"]
@@ -238,6 +237,8 @@ class Transformer(Started):
                 "use_flex_fine_selection and use_triton_fine_selection are two ways to compute one "
                 "branch: set at most one of them"
             )
+        if sparse_attn_kwargs is not None:
+            check_type("sparse_attn_kwargs", sparse_attn_kwargs, Mapping, "a dict or None")
         if sparse_attn_kwargs is not None and config is not None:
             raise ValueError("config and sparse_attn_kwargs are two ways to set layers: give one")
         if sparse_attn_kwargs is not None and not use_sparse_attn:

@@ -127,7 +127,7 @@ def test_theta_and_inv_freq(make):
             make(rope_theta=5.0, sparse_attn_kwargs=dict(rope_theta=7.0))
 
 
-THETA = "rope_theta must be a finite number of at least 1e-28, got"
+THETA = "rope_theta must be a number from 1e-28 to 3.4e38, got"
 WRONG = [torch.ones(5), torch.ones(1, 4), torch.ones(4, dtype=torch.int32), [1.0, 0.5]]
 WRONG += [torch.tensor([1.0, float("inf")]), torch.ones(4, device="meta")]
 WRONG += [nn.Parameter(torch.ones(4)), torch.full((4,), 1e30)]
