@@ -251,7 +251,8 @@ def test_bad_arguments():
 def test_caches_of_a_model(use_sparse_attn):
     """Nothing is written where one is wrong, not even by the layers before it."""
     shape = dict(num_tokens=32, dim=16, depth=3, dim_head=8, heads=2)
-    net = Transformer(**shape, use_sparse_attn=use_sparse_attn)
+    published = dict(use_sparse_attn=True, sparse_attn_kwargs={})
+    net = Transformer(**shape, **published if use_sparse_attn else {})
     ids = torch.randint(0, 32, (2, 30))
     kinds = [{}, dict(max_length=40, batch=2)]
     kinds.append(dict(max_length=40, batch=2, page_size=8, num_pages=9))

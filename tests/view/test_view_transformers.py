@@ -132,8 +132,8 @@ def test_model_reads_what_the_drop_in_reads(settings, folder):
     assert {p.dtype for p in model.parameters()} == {torch.float32} and not model.training
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
     original = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
-    dense = original(ids).logits
     expected = hf.use_sparse_attention(original, **(settings or {}))(ids).logits
+    dense = hf.use_dense_attention(original)(ids).logits
     found = model(ids, use_cache=False).logits
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert (found - dense).abs().max() > 0.01
