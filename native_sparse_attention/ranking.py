@@ -97,15 +97,10 @@ def select_queries(t: Tensor, position: Tensor) -> Tensor:
 
 
 def ranking_loss(
-    config: NSAConfig,
-    sinks: Tensor | None,
-    tensors: dict[str, Tensor],
-    queries: int | Tensor,
-    documents: Documents | None,
-    generator: torch.Generator | None = None,
-    weigh: str = "output",
+    config: NSAConfig, sinks: Tensor | None, tensors: dict[str, Tensor], queries: int | Tensor,
+    documents: Documents | None, generator: torch.Generator | None = None, weigh: str = "output",
     layout: Layout | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The KL divergence of the index's softmax over candidate blocks from what these blocks are
     worth (`block_targets`), a mean over m sampled queries of each sequence and KV head that have
     two candidates or more: O(m t) in time and memory. `tensors` [b h n d] are those of `attend`.

@@ -127,11 +127,9 @@ def make_frequencies(dim: int, theta: float, inv_freq: Any) -> tuple[float, ...]
 
 
 def make_rotary(
-    dim_head: int,
-    rotary_emb: RotaryEmbedding | Rotary | bool | None,
-    rope_theta: float | None,
+    dim_head: int, rotary_emb: RotaryEmbedding | Rotary | bool | None, rope_theta: float | None,
     inv_freq: Tensor | None,
-) -> RotaryEmbedding | Rotary | None:
+) -> RotaryEmbedding | Rotary | None:  # fmt: skip
     """The embedding of a layer, or None for one without positions (`rotary_emb=False`). The layer
     shares a RotaryEmbedding of learned frequencies; of others it has a `Rotary` of its own."""
     choices = dict(rotary_emb=rotary_emb, rope_theta=rope_theta, inv_freq=inv_freq)
@@ -168,12 +166,9 @@ def supports_kernels(rotary: RotaryEmbedding | Rotary, backend: str) -> bool:
 
 
 def rotate(
-    rotary: RotaryEmbedding | Rotary | None,
-    tensors: list[Tensor],
-    start: int | Tensor = 0,
-    positions: Tensor | None = None,
-    backend: str = "eager",
-) -> list[Tensor]:
+    rotary: RotaryEmbedding | Rotary | None, tensors: list[Tensor], start: int | Tensor = 0,
+    positions: Tensor | None = None, backend: str = "eager",
+) -> list[Tensor]:  # fmt: skip
     """Rotate queries and then keys [b h n d] to positions `start + 0 .. n - 1` (start: an int, or
     [b]), or to `positions` [b n], unless there is no embedding. A kernel rotates a pair in one
     launch, unless frequencies are learned."""
@@ -196,13 +191,9 @@ def rotate(
 
 
 def rotated_heads(
-    rotary: RotaryEmbedding | Rotary | None,
-    qkv: Tensor,
-    heads: int,
-    dim_head: int,
-    positions: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, ...] | None:
+    rotary: RotaryEmbedding | Rotary | None, qkv: Tensor, heads: int, dim_head: int,
+    positions: Tensor | None, backend: str,
+) -> tuple[Tensor, ...] | None:  # fmt: skip
     """`ProjectedHeads` of a projection's output [b n (h + 2 k) d]. None if the caller should use
     `rotate`."""
     if rotary is None or not supports_kernels(rotary, backend):

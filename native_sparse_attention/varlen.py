@@ -176,14 +176,9 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def layout(
-    shape: tuple[int, int],
-    device: torch.device,
-    step: int,
-    *,
-    cu_seqlens: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-    mask: Tensor | None = None,
-) -> Layout:
+    shape: tuple[int, int], device: torch.device, step: int, *, cu_seqlens: Tensor | None = None,
+    segment_ids: Tensor | None = None, mask: Tensor | None = None,
+) -> Layout:  # fmt: skip
     """The layout of rows [b t] whose documents begin at multiples of `step`, without the padding of
     `mask` [b t]. Documents begin at `cu_seqlens` [documents + 1] in a single row, or where
     `segment_ids` [b t] change.
@@ -241,15 +236,9 @@ def layout(
 
 
 def layer_layout(
-    inp: Tensor,
-    step: int,
-    cached: bool,
-    lengths: Any,
-    cu_seqlens: Tensor | None,
-    segment_ids: Tensor | None,
-    mask: Tensor | None,
-    documents: Documents | None,
-) -> tuple[Layout | None, Any]:
+    inp: Tensor, step: int, cached: bool, lengths: Any, cu_seqlens: Tensor | None,
+    segment_ids: Tensor | None, mask: Tensor | None, documents: Documents | None,
+) -> tuple[Layout | None, Any]:  # fmt: skip
     """The layout of a layer's input [b n dim], None if it needs none, and the `lengths` for a
     cache, given or counted from the mask."""
     tensors = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)

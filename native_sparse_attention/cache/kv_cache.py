@@ -746,12 +746,9 @@ class KVCache:
 
 
 def check_cache(
-    cache: KVCache | None,
-    return_cache: bool,
-    lengths: Sequence[int] | Tensor | None,
-    causal: bool,
+    cache: KVCache | None, return_cache: bool, lengths: Sequence[int] | Tensor | None, causal: bool,
     alignment: int = 1,
-) -> KVCache | None:
+) -> KVCache | None:  # fmt: skip
     """Check the cache of a layer's call; `return_cache` without a cache makes a new one. Pages hold
     a multiple of `alignment` tokens: whole blocks and windows."""
     if cache is not None and not isinstance(cache, KVCache):

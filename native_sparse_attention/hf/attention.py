@@ -33,18 +33,10 @@ Model = TypeVar("Model")
 
 
 def attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: NSAMask | None = None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: NSAMask | None = None,
+    *, scaling: float | None = None, softcap: float | None = None,
+    sliding_window: int | None = None, s_aux: Tensor | None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """One softmax over the initial, local and ranked blocks of each query [B, H, T, D], or over its
     window of `sliding_window` tokens, as `AttentionInterface` asks for it: [B, T, H, E] and None.
     `s_aux` are sinks [H]. The output of padding has no meaning."""

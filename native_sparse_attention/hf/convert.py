@@ -97,12 +97,9 @@ def convert(
 
 
 def sparse_layer(
-    module: Any,
-    rotary: Any,
-    user: NSAConfig | None,
-    user_settings: Mapping[str, Any],
+    module: Any, rotary: Any, user: NSAConfig | None, user_settings: Mapping[str, Any],
     gate_bias: float,
-) -> SparseAttention:
+) -> SparseAttention:  # fmt: skip
     """A layer with the weights of an attention module, frozen where its weights are."""
     name = type(module).__name__
     if name not in FAMILIES:

@@ -185,20 +185,12 @@ def check_layers(config: Any, name: str) -> None:
 
 
 def nsa_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | NSAMask | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    config: Any = None,
-    **options: Any,
-) -> NSAMask:
+    attention_mask: Tensor | NSAMask | None = None, local_size: int | None = None,
+    allow_is_causal_skip: bool = True, use_vmap: bool = False, device: torch.device | str = "cpu",
+    config: Any = None, **options: Any,
+) -> NSAMask:  # fmt: skip
     """The mask of a forward, as `AttentionMaskInterface` asks for it. Over a cache, layers with a
     window and with padding those of dense attention see what SDPA shows them; so do layers with a
     window where padding lies between tokens.

@@ -128,17 +128,10 @@ def starts(lengths: Tensor, counts: Tensor | None, tokens: int, max_length: int)
 
 
 def append(
-    new: dict[str, Tensor],
-    stores: dict[str, Tensor],
-    lengths: Tensor,
-    tokens: int,
-    *,
-    counts: Tensor | None = None,
-    page_table: Tensor | None = None,
-    page_size: int | None = None,
-    every: int = 1,
-    tail: bool = False,
-) -> None:
+    new: dict[str, Tensor], stores: dict[str, Tensor], lengths: Tensor, tokens: int, *,
+    counts: Tensor | None = None, page_table: Tensor | None = None, page_size: int | None = None,
+    every: int = 1, tail: bool = False,
+) -> None:  # fmt: skip
     """Write the entries `new` [b h n d] that `tokens` new tokens may complete to their streams.
 
     `lengths` [b] tokens precede the new ones, of which the first `counts` [b] are real (None: all).

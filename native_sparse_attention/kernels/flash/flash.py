@@ -500,11 +500,9 @@ def run(kernel: str, launch_plan: Plan, inputs: Inputs, **args: Any) -> None:
 
 
 def forward(
-    inputs: Inputs,
-    sinks: Tensor | None = None,
-    inner_sinks: Tensor | None = None,
+    inputs: Inputs, sinks: Tensor | None = None, inner_sinks: Tensor | None = None,
     norms: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """out [B T H E] and natural lse [B T H]; with an `inner` range also those of its attention.
     `sinks` and `inner_sinks` [H] are float32, both or none; `norms` are the norms of
     `key_norms.py`, if known."""
@@ -527,11 +525,9 @@ def backward_rows(bwd: BackwardInputs, inner: BackwardInputs | None) -> Rows:
 
 
 def backward_q(
-    inputs: Inputs,
-    bwd: BackwardInputs,
-    dq: launch.Accumulator,
+    inputs: Inputs, bwd: BackwardInputs, dq: launch.Accumulator,
     inner_bwd: BackwardInputs | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Add to dq; with an `inner` range also through its attention."""
     dq_out, add = dq.next_launch()
     launch_plan = plan("dq", inputs.facts(), launch.tuning(), gated=bwd.gated, add=add)

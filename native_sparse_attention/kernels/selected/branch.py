@@ -156,13 +156,9 @@ def plan_forward(inputs: Inputs) -> Plan | None:
 
 
 def forward(
-    inputs: Inputs,
-    partial: tuple[Tensor, Tensor] | None,
-    sinks: Tensor | None,
-    combined: Combine | None,
-    norms: Tensor | None,
-    plan: Plan | None,
-) -> tuple[Tensor, Tensor]:
+    inputs: Inputs, partial: tuple[Tensor, Tensor] | None, sinks: Tensor | None,
+    combined: Combine | None, norms: Tensor | None, plan: Plan | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B T H E] and natural lse [B T H]. `partial` holds out and lse of the forced blocks and
     sinks, if known; the forward accumulates into them. With `combined` also writes the layer's
     output. `norms` are those of keys. The plan has run."""

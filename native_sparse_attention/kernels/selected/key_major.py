@@ -215,15 +215,9 @@ class CSR:
     `num_heads`."""
 
     def __init__(
-        self,
-        block_indices: Tensor,
-        num_heads: int,
-        num_blocks: int,
-        tile_pairs: int,
-        length: int,
-        heads: int,
-        pair_tokens: int = 1,
-    ) -> None:
+        self, block_indices: Tensor, num_heads: int, num_blocks: int, tile_pairs: int, length: int,
+        heads: int, pair_tokens: int = 1,
+    ) -> None:  # fmt: skip
         B, T, R, n = block_indices.shape
         self.num_heads, self.tile_pairs, self.pair_tokens = num_heads, tile_pairs, pair_tokens
         self.length, self.heads, self.blocks = length, heads, B * heads * num_blocks
@@ -652,14 +646,9 @@ def forward(inputs: Inputs, csr: CSR, gluon: Any, outputs: Args, flags: Args) ->
 
 
 def backward(
-    inputs: Inputs,
-    bwd: launch.BackwardInputs,
-    csr: CSR,
-    gluon: Any,
-    dk: Tensor,
-    dv: Tensor,
+    inputs: Inputs, bwd: launch.BackwardInputs, csr: CSR, gluon: Any, dk: Tensor, dv: Tensor,
     dq: launch.Accumulator | None,
-) -> None:
+) -> None:  # fmt: skip
     """Accumulates dk [B S K D] and dv [B S K E] in float32, and dq if given, by the kernels of the
     module `gluon` if there are some. Pairs have several tokens only with these and without dq."""
     facts, F, H = inputs.facts, inputs.facts.F, inputs.q.shape[2]

@@ -428,13 +428,9 @@ def forward(inputs: Inputs, partials: dict[str, Any], csr: CSR, chunk: Chunk) ->
 
 
 def backward(
-    inputs: Inputs,
-    bwd: launch.BackwardInputs,
-    gradients: Gradients,
-    partial_dq: Tensor | None,
-    csr: CSR,
-    chunk: Chunk,
-) -> None:
+    inputs: Inputs, bwd: launch.BackwardInputs, gradients: Gradients, partial_dq: Tensor | None,
+    csr: CSR, chunk: Chunk,
+) -> None:  # fmt: skip
     """Like `nsa_selected_bwd_key_major`: adds to dk and dv or writes partial dk and dv. Writes
     partial dq [pairs G, D]. Pairs of several `tokens` have no partial dq."""
     facts, F, tokens = inputs.facts, inputs.facts.F, csr.pair_tokens

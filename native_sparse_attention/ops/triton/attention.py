@@ -203,12 +203,9 @@ def forward(t: Call, config: AttentionConfig) -> list[Tensor]:
 
 
 def backward(
-    d_outs: list[Any],
-    t: Call,
-    block_indices: Tensor,
-    saved_rows: list[Tensor],
+    d_outs: list[Any], t: Call, block_indices: Tensor, saved_rows: list[Tensor],
     config: AttentionConfig,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Gradients by the names of the inputs."""
     from ...kernels import combine
     from ...kernels.common import launch

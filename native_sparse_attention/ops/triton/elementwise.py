@@ -54,12 +54,9 @@ class Rotate(torch.autograd.Function):
 
 
 def rotate(
-    tensors: list[Tensor],
-    freqs: Tensor,
-    start: int | Tensor,
-    positions: Tensor | None,
+    tensors: list[Tensor], freqs: Tensor, start: int | Tensor, positions: Tensor | None,
     factor: float,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """`rotate_pairs` from a position `start`, or from one for each sequence [b]."""
     starts, start = (start, 0) if isinstance(start, Tensor) else (None, start)
     if not needs_gradient(tensors):
