@@ -131,11 +131,8 @@ def as_int(value: Any) -> Any:
 def check_int(name: str, value: Any, minimum: int, limit: int = TOO_LARGE) -> int:
     """Check an integer of any integral type, bools excluded: `minimum <= value < limit`. A symbolic
     integer is not compared, since that would add a guard to the graph."""
-    number: Any = value
-    if isinstance(value, torch.SymInt) or (type(value) is int and minimum <= value < limit):
-        return number
     number = as_int(value)
-    if number is None or not minimum <= number < limit:
+    if number is None or not (isinstance(number, torch.SymInt) or minimum <= number < limit):
         end = f" and below {limit}" if number is not None and number >= limit else ""
         raise ValueError(
             f"{name} must be an integer of at least {minimum}{end}, got {describe(value)}"
