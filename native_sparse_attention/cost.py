@@ -13,6 +13,7 @@ from . import blocks
 from .attention import SparseAttention
 from .checks import check_int, check_type, describe
 from .config import NSAConfig
+from .ops.reference import visible_windows
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,6 @@ class Costs(NamedTuple):
     dense: Cost
 
 
-def visible_windows(i: Tensor, T: int, config: NSAConfig) -> Tensor:
-    """Number of compressed keys that queries i see, without memory slots."""
-    if config.causal:
-        return blocks.num_visible_windows(i, config.d)
-    return torch.full_like(i, blocks.num_windows(T, config.d, causal=False))
-
-
 def selected_tokens(i: Tensor, T: int, config: NSAConfig) -> Tensor:
     """Number of keys of selected and forced blocks that queries i see."""
     s, n = config.selection_block_size, config.num_selected_blocks
@@ -70,7 +64,9 @@ def keys_read(i: Tensor, T: int, config: NSAConfig) -> Tensor:
     """Keys of all branches that queries i attend to, memory slots included."""
     w, read = config.sliding_window_size, torch.zeros_like(i)
     if "compressed" in config.branches:
-        read = read + visible_windows(i, T, config) + config.num_compressed_mem_kv
+        windows = blocks.num_windows(T, config.d, causal=config.causal)
+        read = visible_windows(i, windows, config.d, config.causal)[1]
+        read = read + config.num_compressed_mem_kv
     if "selected" in config.branches:
         read = read + selected_tokens(i, T, config)
     if "window" in config.branches:
@@ -142,7 +138,7 @@ def nsa_cost(
     if config.ranks:
         per_head = config.importance == "probs" or not config.query_heads_share_selected_kv
         ranking = i[first_ranking(T, config) :: config.selection_stride]
-        scored = int(visible_windows(ranking, T, config).sum())
+        scored = int(visible_windows(ranking, windows, d, config.causal)[1].sum())
         attention += 2 * width * (H if per_head else K) * batch * scored
     parameters = sum(p.numel() for p in layer.parameters())
     entry = 2 * K * D * size
