@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +23,10 @@ def assign(tensor: Tensor, values: Tensor) -> None:
         values = values.to(tensor.device, tensor.dtype)
         mesh = getattr(tensor, "device_mesh", None)
         if mesh is not None:
-            from torch.distributed.tensor import DTensor, Replicate
+            from torch.distributed.tensor import distribute_tensor
 
-            placements = [Replicate()] * mesh.ndim
-            replicated: Any = DTensor.from_local(values, mesh, placements, run_check=False)
-            values = replicated.redistribute(placements=tensor.placements)  # type: ignore[attr-defined]
+            # every rank has the whole values: without a source none are sent
+            values = distribute_tensor(values, mesh, tensor.placements, src_data_rank=None)  # type: ignore[attr-defined]
         tensor.copy_(torch.where(values.isnan(), tensor, values))
 
 
