@@ -11,7 +11,7 @@ tokens lies in page `page_table[b, w * every // page_size]`, slot `w % (page_siz
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -152,21 +152,15 @@ class PagedKVCache(KVCache):
         free = self._free.copy()
         for row, held in enumerate(self._pages):
             free += (held[len(used[row]) :] if row in owners else held)[::-1]
-        copies = [source for row, source in enumerate(index) if owners[source] != row]
-        self._check_free(sum(len(used[source]) for source in copies), len(free))
-
-        copied: list[tuple[int, int]] = []  # pages, and those that they copy
-        pages: list[list[int]] = []
-        for row, source in enumerate(index):
-            owned = used[source]
-            if owners[source] != row:
-                owned = [free.pop() for _ in owned]
-                copied += zip(owned, used[source], strict=True)
-            pages.append(owned)
+        copies = {row: used[r] for row, r in enumerate(index) if owners[r] != row}
+        self._check_free(sum(map(len, copies.values())), len(free))
+        copied = {row: [free.pop() for _ in held] for row, held in copies.items()}
+        pages = [copied.get(row, used[source]) for row, source in enumerate(index)]
         self._free = free
-        if copied:
+        if any(copied.values()):
+            pairs = torch.tensor([list(chain(*rows.values())) for rows in (copied, copies)])
             for store in self._streams.values():
-                targets, sources = torch.tensor(copied).T.to(store.device, non_blocking=True)
+                targets, sources = pairs.to(store.device, non_blocking=True)
                 store[targets] = store[sources]
         if len(index) != len(self._pages):
             self._pages = [[] for _ in index]
