@@ -185,10 +185,7 @@ class LinearPerHead(EinMix):
 
 
 class GroupedMLP(Started):
-    """`default_compress_mlp` with separate weights for each head.
-
-    The hidden width is `int(expand_factor * l * d)`.
-    """
+    """`default_compress_mlp` with separate weights for each head."""
 
     def __init__(
         self, dim_head: int, compress_window_size: int, heads: int, expand_factor: float = 1.0
@@ -313,9 +310,7 @@ class CompressTransformer(Started):
         if h * d != self.dim:
             raise ValueError(f"kv must have h * d = dim = {self.dim}, got h={h} and d={d}")
         # under autocast kv may be narrower than the weights; the residual keeps their precision
-        first: Any = self.layers[0]
-        weight = first.norm1.weight
-        x = kv.to(torch.promote_types(kv.dtype, weight.dtype))
+        x = kv.to(torch.promote_types(kv.dtype, next(self.parameters()).dtype))
         x = rearrange(x, "b h w l d -> (b w) l (h d)")
         for layer in self.layers[:-1]:
             x = layer(x)
