@@ -28,7 +28,7 @@ from ..masks.nsa import (
 )
 from .call import Call
 from .chunked import select_blocks as select_blocks
-from .reference import prepend_memory, upcast
+from .reference import prepend_memory, upcast, visible_windows
 from .triton.operator import needs_gradient
 
 if TYPE_CHECKING:
@@ -133,10 +133,9 @@ def compressed_keys(call: Call, config: AttentionConfig) -> Any:
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
         block_mask = sliding_block_mask(T, 1, 0, True, 1, q.device)
     elif documents is not None:
-        lo, hi = documents.windows(d, causal=config.causal)
-        if config.causal:
-            hi = hi.minimum(blocks.num_visible_windows(torch.arange(T, device=q.device), d))
-        block_mask = range_block_mask(lo, hi, kv_len, num_mem)
+        i = torch.arange(T, device=q.device)
+        bounds = visible_windows(i, kv_len - num_mem, d, config.causal, documents)
+        block_mask = range_block_mask(*bounds, kv_len, num_mem)
     elif config.causal:
         block_mask = compress_block_mask(T, kv_len, d, num_mem, call.q_offset, q.device)
     return k, v, block_mask

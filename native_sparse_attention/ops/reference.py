@@ -69,7 +69,7 @@ def query_positions(q: Tensor, q_offset: int | Tensor) -> Tensor:
     return i[None] + (q_offset[:, None] if isinstance(q_offset, Tensor) else q_offset)
 
 
-def slice_documents(documents: Documents | None, rows: slice) -> Documents | None:
+def slice_documents(documents: Documents | None, rows: slice | Tensor) -> Documents | None:
     return None if documents is None else Documents(*(bound[:, rows] for bound in documents))
 
 

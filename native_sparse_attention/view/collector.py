@@ -26,12 +26,9 @@ from ..compat import no_autocast
 from ..config import AttentionConfig, NSAConfig
 from ..ops import branches, dispatch
 from ..ops.call import Call
-from ..ops.reference import block_scores, capped, scores, upcast
+from ..ops.reference import block_scores, capped, scores, slice_documents, upcast
 from ..ranking import sampled
-from ..varlen import Documents
 
-# how many queries of a sequence `collect` samples, if not told
-QUERIES = 64
 # scores of queries and keys that exist at one time
 MOST_SCORES = 2**24
 NAN = float("nan")
@@ -178,11 +175,9 @@ def attention_probs(q: Tensor, k: Tensor, visible: Tensor, config: AttentionConf
 
 def ranking_scores(call: Call, config: AttentionConfig, i: Tensor, ranked: Tensor) -> Tensor:
     """The scores [b m r n] by which blocks `ranked` were chosen; NaN in an empty slot."""
-    i, documents = blocks.leader(i, config.selection_stride), None
-    if call.documents is not None:
-        documents = Documents(*(bound[:, i] for bound in call.documents))
+    i = blocks.leader(i, config.selection_stride)
     part = call.ranking_call(config.branches)
-    queries = part.but(q=part.q[:, i], documents=documents)
+    queries = part.but(q=part.q[:, i], documents=slice_documents(part.documents, i))
     values = rearrange(block_scores(queries, i[None], config)[0], "b r m c -> b m r c")
     return values.gather(-1, ranked.clamp(min=0).long()).masked_fill(ranked < 0, NAN)
 
@@ -296,18 +291,17 @@ def record(
     step = max(1, MOST_SCORES // max(1, b * heads * length))
     with no_autocast(call.q.device.type):
         parts = [read(call, config, ranked, tuple(kinds), scale, i) for i in rows.split(step)]
-    fields: dict[str, Any] = {
+    fields = {
         field: torch.cat([part[field] for part in parts], dim=1).to("cpu", copy=True).contiguous()
         for field in parts[0]
     }
-    fields |= dict(layer=name, config=layer.config, length=length, kinds=tuple(kinds))
-    readings.append(Reading(**fields))
+    readings.append(Reading(name, layer.config, length, kinds=tuple(kinds), **fields))
 
 
 @contextmanager
 def collect(
     model: nn.Module,
-    queries: int | Tensor | None = QUERIES,
+    queries: int | Tensor | None = 64,
     *,
     layers: Sequence[str | int] | None = None,
     seed: int = 0,
