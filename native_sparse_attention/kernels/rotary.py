@@ -30,7 +30,7 @@ Angles = namedtuple("Angles", "freqs starts positions b t")
 # GROUPS programs have heads of q, the next K_GROUPS of k
 Settings = namedtuple(
     "Settings",
-    "TOKENS HEADS TILES GROUPS Q_GROUPS K_GROUPS D BLOCK_D ROTATED RAGGED HAS_POSITIONS FLIPPED",
+    "TOKENS HEADS TILES GROUPS Q_GROUPS K_GROUPS D BLOCK_D ROTATED FLIPPED",
 )
 
 
@@ -80,10 +80,10 @@ def program_angles(angles, start, factor, T, F: tl.constexpr):
     tile, b, _tiles, _rows = grid_position(F.FLIPPED)
     group, b = tile % F.GROUPS, b.to(tl.int64)
     t = tile // F.GROUPS * F.TOKENS + tl.arange(0, F.TOKENS)
-    if F.HAS_POSITIONS:
+    if angles.positions is not None:
         position_ptr = angles.positions + b * angles.b + t.to(tl.int64) * angles.t
         position = tl.load(position_ptr, mask=t < T, other=0)
-    elif F.RAGGED:
+    elif angles.starts is not None:
         position = tl.load(angles.starts + b) + t
     else:
         position = start + t
@@ -128,9 +128,8 @@ def angle_arguments(freqs: Tensor, starts: Tensor | None, positions: Tensor | No
 
 @functools.lru_cache(maxsize=1024)
 def plan(
-    B: int, T: int, H: int, K: int, D: int, tensors: int, rotated: int, ragged: bool,
-    has_positions: bool, is_backward: bool = False,
-) -> tuple[tuple[int, ...], Settings]:  # fmt: skip
+    B: int, T: int, H: int, K: int, D: int, tensors: int, rotated: int, is_backward: bool = False
+) -> tuple[tuple[int, ...], Settings]:
     """Grid and settings of a launch for one tensor of H heads, or two of H and K."""
     block_d = launch.padded(D)
     rows = max(1, FEATURES // block_d)
@@ -140,11 +139,9 @@ def plan(
     q_groups, k_groups = (cdiv(n, heads * tiles) for n in (H, K))
     groups = q_groups + k_groups * (tensors - 1)
     grid, flipped = launch.grid(cdiv(T, tokens) * groups, B)
-    settings = Settings(
-        tokens, heads, tiles, groups, q_groups, k_groups, D, block_d, rotated, ragged,
-        has_positions, flipped,
-    )  # fmt: skip
-    return grid, settings
+    return grid, Settings(
+        tokens, heads, tiles, groups, q_groups, k_groups, D, block_d, rotated, flipped
+    )
 
 
 def rotate(
@@ -157,15 +154,13 @@ def rotate(
 ) -> list[Tensor]:
     """Tensors [b h n d], rotated two per launch: see `ops.triton.elementwise`."""
     outs = [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in tensors]
-    angles, has_positions = angle_arguments(freqs, starts, positions), positions is not None
+    angles = angle_arguments(freqs, starts, positions)
     for i in range(0, len(tensors), 2):
         pair, pair_outs = tensors[i : i + 2], outs[i : i + 2]
         (B, H, T, D), K = pair[0].shape, pair[-1].shape[1]
         if B * T == 0:
             continue
-        grid, settings = plan(
-            B, T, H, K, D, len(pair), 2 * len(freqs), starts is not None, has_positions
-        )
+        grid, settings = plan(B, T, H, K, D, len(pair), 2 * len(freqs))
         launcher(nsa_rotary, grid)(
             head_strided(pair[0]), head_strided(pair[-1]), pair_outs[0], pair_outs[-1], angles,
             start, float(factor), T, H, K, F=settings, num_warps=4,
@@ -182,8 +177,8 @@ def backward(
     out = grads[0].new_empty(B, T, (H + 2 * K) * D)
     if out.numel() == 0:
         return out
-    angles, has_positions = angle_arguments(freqs, None, positions), positions is not None
-    grid, settings = plan(B, T, H, K, D, 3, 2 * len(freqs), False, has_positions, True)
+    angles = angle_arguments(freqs, None, positions)
+    grid, settings = plan(B, T, H, K, D, 3, 2 * len(freqs), is_backward=True)
     launcher(nsa_rotary_bwd, grid)(
         *map(head_strided, grads), out, angles, start, float(factor), T, H, K, F=settings,
         num_warps=4,
