@@ -455,18 +455,6 @@ def gate(call: Call, i: Tensor, config: AttentionConfig, block_indices: Tensor) 
     return rearrange(1.0 + (values - values.detach()), "b r t n -> b t r n")
 
 
-def leaders(q: Tensor, i: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The first token of each group, whose ranking the group shares: queries [b t h d], positions
-    [b|1 t], and each query's group [b|1 i]. A group that began before this call is -1."""
-    T, first = q.shape[1], i[:, :1]
-    group = i // stride - blocks.ceil_div(first, stride)
-    groups = free_size(blocks.ceil_div(T, stride))
-    t = -first % stride + stride * torch.arange(groups, device=q.device)
-    t = t.clamp(max=T - 1)
-    rows = t.expand(q.shape[0], -1)[..., None, None].expand(-1, -1, *q.shape[2:])
-    return q.gather(1, rows), i.gather(1, t), group
-
-
 def share(ranked: Tensor, group: Tensor, default: Tensor) -> Tensor:
     """Give each group's ranking [b t r n] to its tokens. Tokens of group -1 get `default`."""
     # advanced indexing, since its CUDA backward sorts: gather's adds with atomics, in any order
@@ -475,17 +463,23 @@ def share(ranked: Tensor, group: Tensor, default: Tensor) -> Tensor:
 
 
 def ranked_queries(call: Call, config: AttentionConfig) -> tuple[Call, Tensor, Any, Any]:
-    """The call of the queries that are ranked, and their positions; with a stride also their rows
-    [b t] and the group of each query [b|1 i]."""
-    i = query_positions(call.q, call.q_offset)
-    if config.selection_stride == 1:
+    """The call of the queries that are ranked, and their positions [b|1 t]; with a stride these are
+    the first of each group, whose ranking the group shares, and follow their rows [b t] and each
+    query's group [b|1 i]. A group that began before this call is -1."""
+    q, documents, stride = call.q, call.documents, config.selection_stride
+    i = query_positions(q, call.q_offset)
+    if stride == 1:
         return call, i, None, None
-    start = i[:, :1]
-    q, i, group = leaders(call.q, i, config.selection_stride)
-    rows, documents = (i - start).expand(q.shape[0], -1), call.documents
+    T, start = q.shape[1], i[:, :1]
+    group = i // stride - blocks.ceil_div(start, stride)
+    groups = free_size(blocks.ceil_div(T, stride))
+    t = -start % stride + stride * torch.arange(groups, device=q.device)
+    t = t.clamp(max=T - 1)
+    rows = t.expand(q.shape[0], -1)
     if documents is not None:
         documents = Documents(*(bound.gather(1, rows) for bound in documents))
-    return call.but(q=q, documents=documents), i, rows, group
+    q = q.gather(1, rows[..., None, None].expand(-1, -1, *q.shape[2:]))
+    return call.but(q=q, documents=documents), i.gather(1, t), rows, group
 
 
 def selection_gates(

@@ -90,11 +90,10 @@ def assert_right(q, ck, mem_k, S, q_offset=None, scale=None, backend="triton", *
     i = reference.query_positions(q, start)
     if R > 1:
         # hold the leaders to their scores, and their groups to the leaders
-        queries, leading, group = reference.leaders(q, i, R)
-        first = (leading - i[:, :1]).expand(q.shape[0], -1)
+        call, leading, first, group = reference.ranked_queries(Call(q, q_offset=start), config)
         ranked = actual.gather(1, first[..., None, None].expand(-1, -1, *actual.shape[2:]))
         assert torch.equal(actual, reference.share(ranked, group, actual.new_full((), -1)))
-        q, i, actual = queries, leading, ranked
+        q, i, actual = call.q, leading, ranked
     actual = actual.transpose(1, 2).long()
     d, s = settings["compress_block_sliding_stride"], settings["selection_block_size"]
     C = blocks.num_complete_blocks(ck.shape[1] * d, d, s)
