@@ -82,18 +82,12 @@ class Plan(NamedTuple):
     mask_value: float = float("-inf")
 
 
-class Tile(NamedTuple):
-    logits: Tensor  # [b k g i j], for the softmax
-    capped: Tensor  # before gates and mask
-    slope: Tensor  # of the cap
-    factors: Tensor | None  # of the gates
-    mask: Tensor | None
-
-
 def form_tile(
     q: Tensor, k: Tensor, gates: Tensor | None, rows: slice, keys: slice, plan: Plan
-) -> Tile:
-    """The tile of queries q [b k g i d], which are `rows`, with `keys` of k [b k j d]."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The tile of queries q [b k g i d], which are `rows`, with `keys` of k [b k j d]: the logits
+    [b k g i j] of the softmax, those before gates and mask, the slope of the cap, the factors of
+    the gates, and the mask."""
     s = times(q, k[:, :, keys].mT) * plan.scale
     slope, factors = s.new_ones(()), None
     if plan.soft_cap is not None:
@@ -105,7 +99,7 @@ def form_tile(
         logits = s * factors
     if mask is not None:
         logits = logits.masked_fill(~mask, plan.mask_value)
-    return Tile(logits, s, slope, factors, mask)
+    return logits, s, slope, factors, mask
 
 
 def attend_rows(
@@ -118,15 +112,13 @@ def attend_rows(
     m = q.new_full(q.shape[:-1], float("-inf"))  # greatest logit so far
     l, has_keys = torch.zeros_like(m), torch.zeros_like(m, dtype=torch.bool)
     for keys in key_chunks:
-        tile = form_tile(q, k, gates, rows, keys, plan)
-        m_new = torch.maximum(m, tile.logits.amax(dim=-1))
+        logits, *_, mask = form_tile(q, k, gates, rows, keys, plan)
+        m_new = torch.maximum(m, logits.amax(dim=-1))
         shift = m_new.masked_fill(m_new == float("-inf"), 0.0)  # rows that see nothing yet
-        p, alpha = torch.exp(tile.logits - shift[..., None]), torch.exp(m - shift)
+        p, alpha = torch.exp(logits - shift[..., None]), torch.exp(m - shift)
         acc = acc * alpha[..., None] + times(p, v[:, :, keys])
         m, l = m_new, l * alpha + p.sum(dim=-1)
-        has_keys = has_keys | (
-            torch.ones_like(has_keys) if tile.mask is None else tile.mask.any(dim=-1)
-        )
+        has_keys = has_keys | (True if mask is None else mask.any(dim=-1))
     l = l.masked_fill(~has_keys, 1.0)
     out = (acc / l[..., None]).masked_fill(~has_keys[..., None], 0.0)
     lse, m = (t.masked_fill(~has_keys, float("-inf")) for t in (m + l.log(), m))
@@ -171,17 +163,19 @@ class AttendTiles(torch.autograd.Function):
                 delta = (do * out[..., rows, :]).sum(dim=-1) - d_lse[..., rows]
                 d_rows = torch.zeros_like(q_rows)
                 for keys in key_chunks:
-                    tile = form_tile(q_rows, k, gates, rows, keys, plan)
-                    p = torch.exp(tile.logits - lse[..., rows, None])
+                    logits, capped, slope, factors, mask = form_tile(
+                        q_rows, k, gates, rows, keys, plan
+                    )
+                    p = torch.exp(logits - lse[..., rows, None])
                     d_v[:, :, keys] += times_over_rows(p, do)
                     ds = p * (times(do, v[:, :, keys].mT) - delta[..., None])
-                    if tile.mask is not None:
-                        ds = ds.masked_fill(~tile.mask, 0.0)
-                    if tile.factors is not None:
-                        d_factors = (ds * tile.capped).sum_to_size(tile.factors.shape)
+                    if mask is not None:
+                        ds = ds.masked_fill(~mask, 0.0)
+                    if factors is not None:
+                        d_factors = (ds * capped).sum_to_size(factors.shape)
                         d_gates[:, rows] += gates_gradient(gates, d_factors, rows, keys, plan)
-                        ds = ds * tile.factors
-                    ds = ds * tile.slope * plan.scale
+                        ds = ds * factors
+                    ds = ds * slope * plan.scale
                     d_rows = d_rows + times(ds, k[:, :, keys])
                     d_k[:, :, keys] += times_over_rows(ds, q_rows)
                 d_q[..., rows, :] = d_rows
@@ -275,8 +269,8 @@ def query_chunks(
 
 def rank(call: Call, i: Tensor, config: AttentionConfig) -> Tensor:
     """`reference.rank` in memory O(T + S)."""
-    chunks = query_chunks(call, i, config)
-    return torch.cat([reference.rank(part, i, config) for _, part, i in chunks], dim=1)
+    parts = [reference.rank(part, i, config) for _, part, i in query_chunks(call, i, config)]
+    return torch.cat(parts, dim=1)
 
 
 def gate(call: Call, i: Tensor, config: AttentionConfig, block_indices: Tensor) -> Tensor:

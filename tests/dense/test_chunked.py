@@ -90,7 +90,7 @@ def test_hidden_tiles_are_not_computed_and_covered_ones_not_masked(monkeypatch):
 
     def record(q, k, gates, rows, keys, plan):
         tile = form_tile(q, k, gates, rows, keys, plan)
-        tiles.append((rows.stop - rows.start, keys.stop - keys.start, tile.mask is not None))
+        tiles.append((rows.stop - rows.start, keys.stop - keys.start, tile[-1] is not None))
         return tile
 
     monkeypatch.setattr(chunked, "form_tile", record)
