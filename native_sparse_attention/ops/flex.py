@@ -100,19 +100,6 @@ def attend(
     return flex.flex_attention(q, k, v, return_lse=True, **options)
 
 
-def attend_uncompiled(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Any:
-    """`attend` without compiling, in fp32 or better."""
-    dtype = v.dtype
-    if not torch.is_grad_enabled():
-        # flex checks `requires_grad` of tensors, not whether autograd records
-        q, k, v = q.detach(), k.detach(), v.detach()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        q, k, v = upcast(q, k, v)
-        result = attend(q, k, v, *settings)
-    return (result[0].to(dtype), result[1]) if isinstance(result, tuple) else result.to(dtype)
-
-
 @cache
 def compiled_attend() -> Callable[..., Any]:
     """`attend`, compiled at first use. At the limit of recompilations dynamo raises; it does not
@@ -225,11 +212,19 @@ def attend_branch(call: Call, config: AttentionConfig, return_lse: bool = False)
     elif q.is_cuda:
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             result = compiled_attend()(q, k, v, *settings)
-    else:
-        result = attend_uncompiled(q, k, v, *settings)
-    if not isinstance(result, tuple):
-        return result.transpose(1, 2)
-    out, lse = (t.transpose(1, 2) for t in result)
+    else:  # on the CPU, uncompiled and in fp32 or better
+        if not torch.is_grad_enabled():
+            # flex checks `requires_grad` of tensors, not whether autograd records
+            q, k, v = q.detach(), k.detach(), v.detach()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+            q, k, v = upcast(q, k, v)
+            result = attend(q, k, v, *settings)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    out = out.to(call.v.dtype).transpose(1, 2)
+    if lse is None:
+        return out
+    lse = lse.transpose(1, 2)
     if sinks is not None:
         sinks = sinks.to(lse.dtype)
         out = (out * (lse - sinks).sigmoid()[..., None]).to(out.dtype)
