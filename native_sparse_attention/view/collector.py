@@ -153,17 +153,6 @@ def sparse_layers(model: Any, layers: Any) -> dict[str, SparseAttention]:
     return {name: layer for i, (name, layer) in numbered if name in layers or i in layers}
 
 
-def rank_all(call: Call, config: AttentionConfig, indices: Tensor | None) -> Tensor:
-    """Block indices [b i r n] of all queries. The layer has none of its first queries where they
-    are dense, and none at all where the blocks of every query cover all that it sees."""
-    if indices is None:
-        if call.ck is None or config.dense_length >= call.k.shape[1]:  # nothing is ranked
-            config = config.but(num_selected_blocks=0)
-        backend = dispatch.choose("auto", "native_sparse_attention", call, config)
-        indices = branches.rank(call, config, backend)[0]
-    return F.pad(indices, (0, 0, 0, 0, call.q.shape[1] - indices.shape[1], 0), value=-1)
-
-
 def attention_probs(q: Tensor, k: Tensor, visible: Tensor, config: AttentionConfig) -> Tensor:
     """Full attention [b m h j] of queries [b m h d] and keys [b j k d] that they see [b|1 m j], in
     fp32. Sinks take no part. NaN for a query that sees no key."""
@@ -282,7 +271,13 @@ def record(
         rows = sampled(queries, length, generator, call.q.device, "queries")
     ranked, kinds = None, []
     if "selected" in config.branches:
-        ranked = rank_all(call, config, indices)
+        if indices is None:  # the blocks of every query cover all that it sees
+            is_ranked = call.ck is not None and config.dense_length < length
+            ranking = config if is_ranked else config.but(num_selected_blocks=0)
+            backend = dispatch.choose("auto", "native_sparse_attention", call, ranking)
+            indices = branches.rank(call, ranking, backend)[0]
+        # dense queries at the begin have none
+        ranked = F.pad(indices, (0, 0, 0, 0, length - indices.shape[1], 0), value=-1)
         count = blocks.num_blocks(length, config.selection_block_size)
         kinds += ["initial"] * min(config.num_initial_blocks, count) + ["ranked"] * ranked.shape[-1]
         kinds += ["local"] * (min(config.num_local_blocks, count) if config.causal else 0)
