@@ -392,11 +392,10 @@ def compress_sequences(
     positions: list[Any] = [networks[name][1] for name in raw]
     if backend == "triton" and len(raw) == 2:
         means = compress_means(raw["k"], raw["v"], positions[0], positions[1], l, d, n)
-        scaled = [
-            mean if isinstance(net, MeanPool) else mean * (l * net.gain).to(mean.dtype)
-            for mean, net in zip(means, nets, strict=True)
-        ]
-        return dict(zip(("ck", "cv"), scaled, strict=True))
+        return {
+            f"c{name}": mean if isinstance(net, MeanPool) else mean * (l * net.gain).to(mean.dtype)
+            for name, mean, net in zip(raw, means, nets, strict=True)
+        }
     # keys that only rank have no gradient, but for index keys and differentiable top-k
     has_gradient = config.use_diff_topk or (config.is_indexed and torch.is_grad_enabled())
     if backend == "triton" and isinstance(nets[0], MeanPool) and not has_gradient:

@@ -81,11 +81,8 @@ class PagedKVCache(KVCache):
         return [held[: ceil_div(n, self.page_size)] for held, n in held_tokens]
 
     def _pages_needed(self, lengths: list[int]) -> list[int]:
-        """Number of pages that each sequence must allocate to hold `lengths` tokens.
-
-        Raises:
-            ValueError: more pages than are free.
-        """
+        """Number of pages that each sequence must allocate to hold `lengths` tokens, if as many are
+        free."""
         held_tokens = zip(self._pages, lengths, strict=True)
         needed = [max(0, ceil_div(n, self.page_size) - len(held)) for held, n in held_tokens]
         self._check_free(sum(needed), len(self._free))
