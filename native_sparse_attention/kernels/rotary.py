@@ -36,12 +36,11 @@ Settings = namedtuple(
 
 @triton.jit
 def rotate_rows(
-    x, added, out, b, angle, t, group, T, H, out_t, F: tl.constexpr, ROTATED: tl.constexpr,
-    ADD: tl.constexpr,
-):  # fmt: skip
+    x, added, out, b, angle, t, group, T, H, out_t, F: tl.constexpr, ROTATED: tl.constexpr
+):
     """Rotate the group's TILES x HEADS heads of x, of tokens t of row b, by `angle` [TOKENS, pairs]
-    and write them to `out`, where the heads of a token are contiguous. ADD adds rows of `added`
-    without rotation. All loads come before the first store: none waits for a store."""
+    and write them to `out`, where the heads of a token are contiguous. Rows of `added`
+    are added without rotation. All loads come before the first store: none waits for a store."""
     TOKENS: tl.constexpr = F.TOKENS
     HEADS: tl.constexpr = F.HEADS
     TILES: tl.constexpr = F.TILES
@@ -53,7 +52,7 @@ def rotate_rows(
         h = head + i * HEADS
         mask = (token < T) & (h < H)
         tiles += (load_rows(x.ptr + b * x.b, token * x.n + h * x.h, F.D, F.BLOCK_D, mask),)
-        if ADD:
+        if added is not None:
             offset = token * added.n + h * added.h
             addends += (load_rows(added.ptr + b * added.b, offset, F.D, F.BLOCK_D, mask),)
     out += b * T * out_t
@@ -67,7 +66,7 @@ def rotate_rows(
         rotated = tl.reshape(rotated, [TOKENS * HEADS, F.BLOCK_D])
         if ROTATED < F.D:
             rotated = tl.where((tl.arange(0, F.BLOCK_D) < ROTATED)[None], rotated, rows)
-        if ADD:
+        if added is not None:
             rotated += addends[i].to(tl.float32)
         mask = (token < T) & (h < H)
         store_rows(out, token * out_t + h * F.D, rotated, F.D, F.BLOCK_D, mask)
@@ -98,10 +97,10 @@ def nsa_rotary(q, k, q_out, k_out, angles, start, factor, T, H, K, F: tl.constex
     or `k_out`."""
     group, b, t, angle = program_angles(angles, start, factor, T, F)
     if group < F.Q_GROUPS:
-        rotate_rows(q, q, q_out, b, angle, t, group, T, H, H * F.D, F, F.ROTATED, False)
+        rotate_rows(q, None, q_out, b, angle, t, group, T, H, H * F.D, F, F.ROTATED)
     else:
         k_group = group - F.Q_GROUPS
-        rotate_rows(k, k, k_out, b, angle, t, k_group, T, K, K * F.D, F, F.ROTATED, False)
+        rotate_rows(k, None, k_out, b, angle, t, k_group, T, K, K * F.D, F, F.ROTATED)
 
 
 @triton.jit(do_not_specialize=["start", "T"])
@@ -113,11 +112,11 @@ def nsa_rotary_bwd(dq, dcq, dk, dck, dv, dcv, out, angles, start, factor, T, H, 
     k_group, v_group = group - F.Q_GROUPS, group - F.Q_GROUPS - F.K_GROUPS
     out_t = (H + 2 * K) * F.D
     if group < F.Q_GROUPS:
-        rotate_rows(dq, dcq, out, b, angle, t, group, T, H, out_t, F, F.ROTATED, True)
+        rotate_rows(dq, dcq, out, b, angle, t, group, T, H, out_t, F, F.ROTATED)
     elif group < F.Q_GROUPS + F.K_GROUPS:
-        rotate_rows(dk, dck, out + H * F.D, b, angle, t, k_group, T, K, out_t, F, F.ROTATED, True)
+        rotate_rows(dk, dck, out + H * F.D, b, angle, t, k_group, T, K, out_t, F, F.ROTATED)
     else:
-        rotate_rows(dv, dcv, out + (H + K) * F.D, b, angle, t, v_group, T, K, out_t, F, 0, True)
+        rotate_rows(dv, dcv, out + (H + K) * F.D, b, angle, t, v_group, T, K, out_t, F, 0)
 
 
 def angle_arguments(freqs: Tensor, starts: Tensor | None, positions: Tensor | None) -> Angles:
