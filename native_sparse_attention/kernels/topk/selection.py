@@ -150,21 +150,6 @@ def products(q_high, q_low, keys, sizes, row, is_key, F: tl.constexpr):
 
 
 @triton.jit
-def key_of_column(N: tl.constexpr, SLICE: tl.constexpr):
-    """The block of a chunk and the key of a slice that each column [N] of a tile scores. A thread
-    of an MMA holds columns 2 i and 2 i + 1 of every 8: they are of one block."""
-    n = tl.arange(0, N)
-    block = n
-    key = n * 0
-    if SLICE > 1:
-        HALF: tl.constexpr = SLICE // 2
-        eighth = n // 8
-        block = eighth // HALF * 4 + n % 8 // 2
-        key = eighth % HALF * 2 + n % 2
-    return block, key
-
-
-@triton.jit
 def best_blocks(
     inputs, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, F: tl.constexpr
 ):
@@ -186,7 +171,15 @@ def best_blocks(
     STEPS: tl.constexpr = F.PER_BLOCK // SLICE
     running = topn.start(M, F.SLOTS_2, COLUMNS, DEPTH)
     running_max = tl.full([M, CHUNK], NO_SCORE, tl.float32)
-    block, key = key_of_column(BLOCK_N, SLICE)
+    # the block of a chunk and the key of a slice that each column scores. A thread of an MMA holds
+    # columns 2 i and 2 i + 1 of every 8: they are of one block
+    column = tl.arange(0, BLOCK_N)
+    block = column
+    key = column * 0
+    if SLICE > 1:
+        HALF: tl.constexpr = SLICE // 2
+        block = column // 8 // HALF * 4 + column % 8 // 2
+        key = column // 8 % HALF * 2 + column % 2
     first_edge = (tl.min(position, 0) // F.d - WINDOWS) * F.d // F.s
     chunks = tl.cdiv(tl.max(end, 0), CHUNK)
     for step in range(tl.min(low, 0) // CHUNK * STEPS, chunks * STEPS):
@@ -206,7 +199,7 @@ def best_blocks(
         if PARTIAL:
             x = tl.where(n[None] < hi[:, None], x, NO_SCORE)
         score = x
-        if SLICE > 1:  # the largest of each block [M, CHUNK]; see `key_of_column`
+        if SLICE > 1:  # the largest of each block [M, CHUNK]
             score = tl.reshape(x, [M, BLOCK_N // (4 * SLICE), SLICE // 2, 4, 2])
             score = tl.reshape(tl.max(tl.max(score, 4), 2), [M, CHUNK])
         if STEPS > 1:
