@@ -179,17 +179,13 @@ def prepend_memory(memory: Tensor | None, x: Tensor) -> Tensor:
     return torch.cat((repeat(memory, "k m d -> b m k d", b=x.shape[0]), x), dim=1)
 
 
-def window_numbers(W: int, mem_k: Tensor | None, device: torch.device) -> Tensor:
-    """Of memory and windows: `-m .. W - 1`."""
-    return torch.arange(0 if mem_k is None else -mem_k.shape[1], W, device=device)
-
-
 def compressed_keys(call: Call, config: AttentionConfig) -> Keys:
     """Memory and the visible windows."""
-    mem_k, d, W = call.mem_k, config.d, call.k.shape[1]
+    d, W = config.d, call.k.shape[1]
+    k, v = prepend_memory(call.mem_k, call.k), prepend_memory(call.mem_v, call.v)
     i = query_positions(call.q, call.q_offset)
     first, end = visible_windows(i, W, d, config.causal, call.documents)
-    w = window_numbers(W, mem_k, i.device)
+    w = torch.arange(W - k.shape[1], W, device=i.device)
 
     def mask(rows: slice, keys: slice) -> Tensor:
         return window_mask((first[:, rows], end[:, rows]), w[keys])
@@ -197,7 +193,6 @@ def compressed_keys(call: Call, config: AttentionConfig) -> Keys:
     def key_range(first: int, last: int) -> tuple[int, int]:
         return 0, len(w) - W + (blocks.num_visible_windows(last, d) if config.causal else W)
 
-    k, v = prepend_memory(mem_k, call.k), prepend_memory(call.mem_v, call.v)
     return k, v, Visibility(mask, key_range, call.q_offset)
 
 
@@ -356,7 +351,7 @@ def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
     by overlap. If d > s, the score is the probability of the one window over the block."""
     W = probs.shape[-1]
     mass = probs.new_zeros(*probs.shape[:-1], c.shape[0])
-    first = blocks.first_window_of_block(c, d, s) if d > s else c * s // d
+    first = blocks.first_window_of_block(c, d, s)
     for w in (first + j for j in range(1 if d > s else (s + l - 1) // d + 1)):
         share = torch.ones_like(w) if d > s else blocks.overlap(w, c, l, d, s) / d
         weight = torch.where((w >= 0) & (w < W), share, 0).to(probs.dtype)
@@ -374,11 +369,11 @@ def importance_scores(
     # sequences without a window, as those of a compiled graph may be, get a hidden one
     hidden = 1 if torch.compiler.is_compiling() or ck.shape[1] == 0 else 0
     if config.importance == "probs":
-        mask = window_mask(visible, window_numbers(ck.shape[1], mem_k, q.device))
-        sim = capped(scores(q, prepend_memory(mem_k, ck), config.scale), config.soft_cap)
-        keys = sim.shape[-1]
+        k, W = prepend_memory(mem_k, ck), ck.shape[1]
+        mask = window_mask(visible, torch.arange(W - k.shape[1], W, device=q.device))
+        sim = capped(scores(q, k, config.scale), config.soft_cap)
         probs, _ = masked_softmax(*append_sinks(sim, mask, sinks))
-        probs = F.pad(probs[..., keys - ck.shape[1] : keys], (0, hidden))
+        probs = F.pad(probs[..., k.shape[1] - W : k.shape[1]], (0, hidden))
         probs = probs.sum(dim=2) if shared else rearrange(probs, "b k g i w -> b (k g) i w")
         return block_mass(probs, c, config.compress_block_size, d, s)
     if shared:
