@@ -58,21 +58,15 @@ def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
     added = [inspect.Parameter(n, keyword, default=None, annotation="Tensor | None") for n in ADDED]
 
     @functools.wraps(op)
-    def run(
-        *args: Any,
-        cu_seqlens: Tensor | None = None,
-        segment_ids: Tensor | None = None,
-        mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         refuse_transforms(op.__name__)
         if not accepted.issuperset(kwargs):
             check_keywords(kwargs, accepted)
+        bounds = {name: kwargs.pop(name, None) for name in ADDED}
         call = dict(zip(names, args, strict=False)) | kwargs
         check_given(**{name: call[name] for name in tensors if name in call})
-        if cu_seqlens is None and segment_ids is None and mask is None:
+        if all(value is None for value in bounds.values()):
             return op(*args, **kwargs)
-        bounds = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
         return run_packed(op, signature.bind(*args, **kwargs).arguments, bounds)
 
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]
