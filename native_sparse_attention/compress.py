@@ -384,12 +384,11 @@ def compress_sequences(
         return {}
     l, d, causal = config.compress_block_size, config.d, config.causal
     n = blocks.num_windows(raw["k"].shape[2], d, causal=causal)
-    nets = [networks[name][0] for name in raw]
+    nets, positions = zip(*(networks[name] for name in raw), strict=True)
     if is_exporting() or documents is not None or l % d or not all(slides(net) for net in nets):
         count = free_size(n) if is_exporting() else None
         windows = {name: windows_of(t, l, d, causal, documents, count) for name, t in raw.items()}
         return compress_windows(windows, networks)
-    positions: list[Any] = [networks[name][1] for name in raw]
     if backend == "triton" and len(raw) == 2:
         means = compress_means(raw["k"], raw["v"], positions[0], positions[1], l, d, n)
         return {

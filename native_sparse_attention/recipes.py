@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from .attention import SparseAttention
-from .checks import check_bool, check_model
+from .checks import check_model
 
 
 def _find_layers(model: nn.Module, expected: str, fits: Any) -> list[SparseAttention]:
@@ -48,7 +48,6 @@ def set_dense(model: nn.Module, dense: bool) -> None:
     Raises:
         ValueError: a model without such layers.
     """
-    dense = check_bool("dense", dense)
     for layer in sparse_layers(model):
         layer.dense = dense
 
