@@ -99,21 +99,16 @@ class Decoder:
         self.model = model
         self.caches = model.new_cache(max_length=max_length, batch=batch)
         self.d = getattr(model.layers[0][0], "compress_block_sliding_stride", 1)
-        self.weights: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}  # in place of the model's own
         self.warmed_up: set[bool] = set()
         self.graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.ids = torch.empty(0)
 
-    def forward(
-        self,
-        ids: Tensor,
-        lengths: list[int] | None = None,
-        weights: dict[str, Tensor] | None = None,
-    ) -> Tensor:
-        """Logits of the next tokens [b n]. `weights` replace the model's own."""
+    def forward(self, ids: Tensor, lengths: list[int] | None = None) -> Tensor:
+        """Logits of the next tokens [b n]."""
         call = dict(cache=self.caches, disable_flex=True, lengths=lengths)
         with evaluating(self.model):
-            return functional_call(self.model, weights or {}, (ids,), call, tie_weights=False)
+            return functional_call(self.model, self.weights, (ids,), call, tie_weights=False)
 
     def step(self, ids: Tensor) -> Tensor:
         """Logits of the next token [b 1]. A graph's output is overwritten by its next replay."""
@@ -151,7 +146,7 @@ class Decoder:
                 torch.cuda.graph(graph, stream=stream),
                 torch.autocast("cuda", dtype, enabled=casts, cache_enabled=False),
             ):
-                return graph, self.forward(self.ids, weights=self.weights)
+                return graph, self.forward(self.ids)
 
 
 @torch.no_grad()
