@@ -170,7 +170,6 @@ def check_number(
 
 
 def check_factor(name: str, value: Any) -> float:
-    """Check a finite number above 0."""
     return check_number(name, value, "a finite number above 0", math.ulp(0.0), sys.float_info.max)
 
 
@@ -182,7 +181,6 @@ def check_positive(name: str, value: Any) -> float | None:
 
 
 def check_scale(scale: Any) -> float | None:
-    """Check a finite number, or None."""
     return None if scale is None else check_number("scale", scale)
 
 
@@ -255,17 +253,14 @@ def copied(network: Any) -> Any:
 # tensors
 
 
-def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
+def check_shapes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
     """Check tensors against shapes in axis letters; returns the size of every letter.
 
     `check_shapes(q=(q, "B T H D"), k=(k, "B S K D"))` raises ValueError if q is not 4-dimensional,
-    if k's width differs from q's, or if heads or width are 0. A digit is a fixed size. None is
-    skipped.
+    if k's width differs from q's, or if heads or width are 0. A digit is a fixed size.
     """
     sizes: dict[str, tuple[int, str]] = {}
     for name, (tensor, spec) in tensors.items():
-        if tensor is None:
-            continue
         check_type(name, tensor, Tensor, f"a tensor of shape [{spec}]")
         axes, shape = spec.split(), list(tensor.shape)
         pairs = list(zip(axes, shape, strict=False))
@@ -274,7 +269,7 @@ def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
         for index, (axis, size) in enumerate(pairs):
             expected, owner = sizes.setdefault(axis, (size, name))
             if size != expected:
-                first: Any = tensors[owner][0]
+                first = tensors[owner][0]
                 is_swapped = index in (1, 2) and first.ndim == 4 and first.shape[3 - index] == size
                 hint = f". {HINT}" if is_swapped else ""
                 raise ValueError(
@@ -288,7 +283,6 @@ def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
 
 
 def check_given(**tensors: Any) -> None:
-    """Check that arguments are tensors."""
     for name, tensor in tensors.items():
         check_type(name, tensor, Tensor, "a tensor")
 
@@ -301,13 +295,12 @@ def check_devices(**tensors: Tensor) -> None:
             raise ValueError(f"{name} is on {tensor.device} but {first_name} is on {first.device}")
 
 
-def check_same(**tensors: Tensor | None) -> None:
+def check_same(**tensors: Tensor) -> None:
     """Check that tensors share a device and a floating dtype."""
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    first_name, first = next(iter(present.items()))
+    first_name, first = next(iter(tensors.items()))
     check_tensor(first_name, first, FLOAT_DTYPES, first.device)
-    check_devices(**present)
-    for name, tensor in present.items():
+    check_devices(**tensors)
+    for name, tensor in tensors.items():
         if tensor.dtype != first.dtype:
             raise ValueError(f"{name} is {tensor.dtype} but {first_name} is {first.dtype}")
 

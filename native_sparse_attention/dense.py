@@ -87,9 +87,8 @@ def check_qkv(
     q: Tensor, k: Tensor, v: Tensor, *shapes: str
 ) -> tuple[dict[str, int], Tensor, Tensor, Tensor]:
     """Check queries, keys and values, and cast them as autocast casts a matmul's inputs."""
-    check_given(q=q, k=k, v=v)
-    q, k, v = cast_to_autocast_dtype(q, k, v)
     dims = check_shapes(q=(q, shapes[0]), k=(k, shapes[1]), v=(v, shapes[2]))
+    q, k, v = cast_to_autocast_dtype(q, k, v)
     check_same(q=q, k=k, v=v)
     return dims, q, k, v
 
@@ -303,7 +302,6 @@ def check_call(
     causal: bool, mask_value: float, softmax_scale: float,
 ) -> tuple[Tensor, float, float]:  # fmt: skip
     """Check a call. Returns the visible pairs [b|1 1 i j], the mask value and the scale."""
-    check_given(q=q, k=k, v=v)
     dims = check_shapes(q=(q, "B H T D"), k=(k, "B H S D"), v=(v, "B H S E"))
     check_same(q=q, k=k, v=v)
     axes = {axis: dims[axis] for axis in "BHTS"}
@@ -451,7 +449,6 @@ def mha_reference_bwd(
         (dq, dk, dv, dab), each with the shape and dtype of its tensor; dab is None if ab is None.
     """
     settings = check_call(q, k, v, ab, segment_ids, causal, mask_value, softmax_scale)
-    check_given(o=o, l=l, m=m, do=do)
     check_shapes(
         q=(q, "B H T D"), v=(v, "B H S E"), o=(o, "B H T E"), do=(do, "B H T E"),
         l=(l, "B H T"), m=(m, "B H T"),

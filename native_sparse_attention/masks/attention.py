@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..checks import (
     check_callable,
-    check_given,
     check_groups,
     check_same,
     check_scale,
@@ -44,7 +43,6 @@ def dense_attention(
     Scores are float32 or wider. A query that sees no key gives 0 and zero gradients. The function
     calls the score mod once, with indices that broadcast against the scores [B H T S].
     """
-    check_given(q=q, k=k, v=v)
     dims = check_shapes(q=(q, "B H T D"), k=(k, "B K S D"), v=(v, "B K S E"))
     check_same(q=q, k=k, v=v)
     groups = check_groups(dims["H"], dims["K"])

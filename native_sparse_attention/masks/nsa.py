@@ -25,7 +25,6 @@ from ..checks import (
     check_bool,
     check_callable,
     check_device,
-    check_given,
     check_int,
     check_ints,
     check_shapes,
@@ -101,7 +100,6 @@ def selected_mask_mod(
     """Keys of the blocks in `membership`, bool [b r i c+1] of `block_membership`; if causal, only
     keys up to the query.
     """
-    check_given(membership=membership)
     check_shapes(membership=(membership, "b r i c+1"))
     check_tensor("membership", membership, (torch.bool,), membership.device)
     size, first = constant("block_size", block_size, 1), constant("offset", offset)
@@ -354,10 +352,9 @@ def create_fine_mask(
     num_blocks = blocks.num_blocks(seq_len, fine_block_size)
 
     def inner(selected_block_indices: Tensor, num_grouped_queries: int = 1) -> BlockMask:
-        indices, name = selected_block_indices, "selected_block_indices"
-        check_given(**{name: indices})
-        check_tensor(name, indices, INDEX_DTYPES, indices.device)
-        check_shapes(**{name: (indices, f"b h {seq_len} sel")})
+        indices = selected_block_indices
+        check_shapes(selected_block_indices=(indices, f"b h {seq_len} sel"))
+        check_tensor("selected_block_indices", indices, INDEX_DTYPES, indices.device)
         groups = check_int("num_grouped_queries", num_grouped_queries, 1)
         membership = block_membership(indices, num_blocks, fine_block_size, causal=causal)
         i = torch.arange(seq_len, device=indices.device)[None]
