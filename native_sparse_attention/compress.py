@@ -319,7 +319,6 @@ class CompressTransformer(Started):
 
 
 def choose_network(config: NSAConfig, network: nn.Module | None) -> nn.Module:
-    """The network of a layer that was given `network`."""
     has_branch = "compressed" in config.branches
     if network is None and not has_branch:
         return MeanPool()

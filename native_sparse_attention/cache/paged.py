@@ -76,7 +76,6 @@ class PagedKVCache(KVCache):
         return clone
 
     def _used_pages(self) -> list[list[int]]:
-        """The pages of each sequence that hold tokens."""
         held_tokens = zip(self._pages, self.lengths, strict=True)
         return [held[: ceil_div(n, self.page_size)] for held, n in held_tokens]
 

@@ -74,7 +74,6 @@ def nsa_bwd_preprocess(out, d_out, lse, d_lse, log, delta, ROWS, F: tl.constexpr
 
 
 def arguments(outs: list[Tensor], gates: Tensor, block: int) -> dict[str, Any]:
-    """Arguments of the combination and of its backward."""
     B, T, H, E = outs[0].shape
     return dict(
         outs=tuple(outs), gates=Gates(gates, *gates.stride()), ROWS=B * T * H, H=H, T=T,

@@ -302,7 +302,6 @@ def forms_few(scores_of_query: int, q: Tensor) -> bool:
 
 
 def select_blocks(call: Call, config: AttentionConfig) -> Tensor:
-    """`reference.select_blocks`."""
     scores = scores_of_query(call, config) // config.selection_stride
     form = reference.rank if forms_few(scores, call.q) else rank
     return reference.select_blocks(call, config, form)
