@@ -77,6 +77,8 @@ def write_partials(call, scores_ready, program, t, b, h, F: tl.constexpr):
         page_row = call.cache.page_table + b * call.cache.t_b
         is_stored = first_key + i_key < tl.where(is_memory, 0, tl.where(is_cmp, call.W, call.N))
         page = tl.load(page_row + (first_key + i_key) // page_size, mask=is_stored, other=0)
+    end = tl.where(is_cmp, position // F.d, position + 1)
+    visible_end = tl.where(is_memory, call.MEMORY, end)
     for i in range(num_blocks):
         n = first_key + i * F.s + i_key
         exists = n < tl.where(is_memory, call.MEMORY, tl.where(is_cmp, call.W, call.N))
@@ -86,12 +88,10 @@ def write_partials(call, scores_ready, program, t, b, h, F: tl.constexpr):
         if F.PAGE_SIZE > 0:
             slot = tl.where(is_memory, n, n % page_size)
             # page table entries past the end of the sequence may not be pages
-            end = tl.where(is_cmp, position // F.d, position + 1)
             page_id = tl.where(n < end, page, 0).to(tl.int64)
             k_offsets = page_id * k_stride_seq + slot * k_stride
             v_offsets = page_id * v_stride_seq + slot * v_stride
-            end = tl.where(is_memory, call.MEMORY, tl.where(is_cmp, position // F.d, position + 1))
-            exists &= n < end
+            exists &= n < visible_end
             if F.BLOCKS_PER_PROGRAM > 1:
                 is_next = n + F.s < tl.where(is_cmp, 0, call.N)
                 page = tl.load(page_row + (n + F.s) // page_size, mask=is_next, other=0)
@@ -99,8 +99,7 @@ def write_partials(call, scores_ready, program, t, b, h, F: tl.constexpr):
         k_tile = load_rows(k_ptr, k_offsets, F.D, F.BLOCK_D, exists)
         v_tile = load_rows(v_ptr, v_offsets, F.E, F.BLOCK_E, exists)
         out_row = (((partial + i) * call.B + b) * F.T + t) * (F.K * F.G) + h * F.G + head
-        visible_end = tl.where(is_cmp, position // F.d, position + 1)
-        visible = exists & (n < tl.where(is_memory, call.MEMORY, visible_end))
+        visible = exists & (n < visible_end)
         # a tensor, because some versions of the interpreter cannot broadcast a scalar mask
         boundary = i_key * 0 + tl.where(is_boundary, 1, 0)
         visible &= (n >= position - F.w) | (boundary == 0)
