@@ -64,13 +64,12 @@ def ranking_alone(model: nn.Module) -> Iterator[list[nn.Parameter]]:
         ValueError: no layer has `importance="index"`.
     """
     layers = _find_layers(model, "that rank by importance='index'", lambda layer: layer.to_index)
-    learned = [p for layer in layers for p in layer.to_index.parameters()]
     were_trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         model.requires_grad_(False)
-        for parameter in learned:
-            parameter.requires_grad_(True)
-        yield learned
+        for layer in layers:
+            layer.to_index.requires_grad_(True)
+        yield [p for layer in layers for p in layer.to_index.parameters()]
     finally:
         for parameter, was_trained in were_trained.items():
             parameter.requires_grad_(was_trained)

@@ -49,11 +49,7 @@ def options_of(name: str, length: int = 512) -> dict[str, int]:
 
 
 def make(name: str, length: int, device: torch.device, **options: int) -> tuple[MaskMod, int, int]:
-    """A mask mod by name for `length` queries, and its numbers of queries and keys.
-
-    Raises:
-        ValueError: an unknown name, or a setting that the mask refuses or does not have.
-    """
+    """A mask mod by name for `length` queries, and its numbers of queries and keys."""
     check_choice("name", name, CATALOG)
     settings = options_of(name, check_int("length", length, 1))
     check_keywords(options, settings)
