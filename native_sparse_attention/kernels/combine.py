@@ -17,7 +17,7 @@ from .common.primitives import Gates, finite_log2, load_rows, store_combined
 # rows of a program: forward, and backward, which reads more per row
 BLOCK_ROWS, BACKWARD_ROWS = 32, 16
 
-Settings = namedtuple("Settings", "E BLOCK_E BLOCK_M D_LSE", defaults=(False,))
+Settings = namedtuple("Settings", "E BLOCK_E BLOCK_M")
 
 
 @triton.jit(do_not_specialize=["ROWS", "T"])
@@ -60,14 +60,14 @@ def nsa_combine_bwd(outs, lses, gates, d_out, d_gates, delta, gated, ROWS, H, T,
 
 @triton.jit(do_not_specialize=["ROWS"])
 def nsa_bwd_preprocess(out, d_out, lse, d_lse, log, delta, ROWS, F: tl.constexpr):
-    """One program: M rows of `delta = sum(out * d_out) - d_lse` (no d_lse without D_LSE), and lse
-    in units of log2."""
+    """One program: M rows of `delta = sum(out * d_out) - d_lse`, or without d_lse, and lse in units
+    of log2."""
     row = tl.program_id(0).to(tl.int64) * F.BLOCK_M + tl.arange(0, F.BLOCK_M)
     real = row < ROWS
     o = load_rows(out, row * F.E, F.E, F.BLOCK_E, real).to(tl.float32)
     do = load_rows(d_out, row * F.E, F.E, F.BLOCK_E, real).to(tl.float32)
     value = tl.sum(o * do, 1)
-    if F.D_LSE:
+    if d_lse is not None:
         value -= tl.load(d_lse + row, mask=real, other=0.0)
     tl.store(delta + row, value, mask=real)
     tl.store(log + row, finite_log2(tl.load(lse + row, mask=real, other=0.0)), mask=real)
@@ -108,6 +108,6 @@ def backward_inputs(
     log, delta = torch.empty_like(lse), torch.empty_like(lse)
     launcher(nsa_bwd_preprocess, (cdiv(delta.numel(), BLOCK_ROWS),))(
         out, d_out, lse, d_lse, log, delta, delta.numel(),
-        F=Settings(E, launch.padded(E), BLOCK_ROWS, d_lse is not None),
+        F=Settings(E, launch.padded(E), BLOCK_ROWS),
     )  # fmt: skip
     return BackwardInputs(d_out, log, delta)

@@ -44,9 +44,7 @@ Settings = namedtuple(
     "NUM_STAGES_Q LARGEST WINDOW HEADS WARPS WIDE CAP",
 )
 # of the kernel that converts keys, BLOCK_C a program
-KeySettings = namedtuple(
-    "KeySettings", "D BLOCK_D HALVES FLIPPED BLOCK_C BLOCK_S d s INTERPOLATED DOCUMENTS"
-)
+KeySettings = namedtuple("KeySettings", "D BLOCK_D HALVES FLIPPED BLOCK_C BLOCK_S d s INTERPOLATED")
 BLOCK_C = 16
 
 
@@ -92,7 +90,7 @@ def nsa_topk_block_keys(ck, keys, sizes, documents, T, C, W, K, scale, F: tl.con
     first = first_window(c, F.d, F.s)
     lo = c * 0
     end = lo + W
-    if F.DOCUMENTS:
+    if documents is not None:
         lo, end = steps.document_interval(
             lo, end, c * F.s, T, documents.first + b * T, documents.last + b * T, F.d
         )
@@ -452,9 +450,8 @@ def plan(
         C, unit, scale = ck.shape[1], d, float((scale > 0) - (scale < 0))
     keys_grid, flipped = launch.grid(cdiv(C, BLOCK_C), B * K, 2 if interpolated else 1)
     key_settings = KeySettings(
-        D, block_d, halves, flipped, BLOCK_C, next_power_of_2(s), d, unit, interpolated,
-        has_documents and not is_max,
-    )  # fmt: skip
+        D, block_d, halves, flipped, BLOCK_C, next_power_of_2(s), d, unit, interpolated
+    )
     return Plan(grid, options), Plan(keys_grid, dict(C=C, scale=scale, F=key_settings))
 
 
@@ -493,7 +490,7 @@ def select_blocks(
     keys = ck.new_empty(*rows, F.HALVES, F.BLOCK_D, dtype=torch.float16)
     sizes = ck.new_empty(rows, dtype=torch.float32)
     launcher(nsa_topk_block_keys, conversion.grid)(
-        strided(ck), keys, sizes, documents if F.DOCUMENTS else None,
+        strided(ck), keys, sizes, None if config.importance == "max" else documents,
         T=0 if documents is None else documents.first.shape[1], W=W, K=K, **conversion.args,
     )  # fmt: skip
     launcher(nsa_topk_logits, ranking.grid)(keys=keys, sizes=sizes, **args)
