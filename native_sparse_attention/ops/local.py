@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import AttentionConfig
 from .call import Call
 
-# a layer of a window size has no weights, so all callers share one
+# a layer has no weights, so all callers share one
 make_layer = lru_cache(maxsize=64)(LocalAttention)
 OPTIONS = dict(exact_windowsize=True, autopad=True, use_rotary_pos_emb=False)
 
@@ -33,8 +33,6 @@ def is_supported(call: Call, config: AttentionConfig) -> bool:
 def window_attention(call: Call, config: AttentionConfig) -> Tensor:
     """Attention [B T H E] of a call that `is_supported`."""
     q, k, v, w, causal = call.q, call.k, call.v, config.sliding_window_size, config.causal
-    if config.scale is not None:
-        q = q * (config.scale * q.shape[-1] ** 0.5)
     groups = q.shape[2] // k.shape[2]
     q = rearrange(q, "b i h d -> b h i d")
     k, v = (repeat(t, "b j k d -> b (k g) j d", g=groups) for t in (k, v))
@@ -42,5 +40,5 @@ def window_attention(call: Call, config: AttentionConfig) -> Tensor:
     padding = None
     if not causal and q.shape[2] % w:
         padding = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
-    out = make_layer(w, causal=causal, **OPTIONS)(q, k, v, mask=padding)
+    out = make_layer(w, causal=causal, scale=config.scale, **OPTIONS)(q, k, v, mask=padding)
     return rearrange(out, "b h i e -> b i h e")
