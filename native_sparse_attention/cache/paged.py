@@ -114,9 +114,8 @@ class PagedKVCache(KVCache):
         if "page_table" not in self._known:
             like, shape = next(iter(new.values())), (len(ends), self._width)
             self._known["page_table"] = allocate_zeros(like, *shape, dtype=torch.int32)
-        if any(needed):
-            grown = zip(self._pages, needed, strict=True)
-            self._assign([held + [self._free.pop() for _ in range(n)] for held, n in grown])
+        grown = zip(self._pages, needed, strict=True)
+        self._assign([held + [self._free.pop() for _ in range(n)] for held, n in grown])
         return stores
 
     def _allocate_stream(self, name: str, like: Tensor, end: int, every: int) -> Tensor:
