@@ -41,7 +41,7 @@ from .checks import (
 )
 from .compat import cast_to_autocast_dtype, no_autocast, refuse_transforms
 from .masks.nsa import MaskMod
-from .ops.chunked import AttendTiles, Plan, attend, refuse_batched, slice_axis, split_range
+from .ops.chunked import AttendTiles, Plan, attend, refuse_batched, split_range
 from .ops.reference import Visibility, query_positions, upcast
 
 # far below any logit, but adding a logit does not overflow float32
@@ -142,7 +142,7 @@ def chunked_attention(
     soft_cap = check_positive("soft_cap", soft_cap)
     scale = check_scale(scale)
     check_broadcasts("mask", mask, (torch.bool,), q.device, B=B, H=H, T=T, S=S)
-    mask = None if mask is None else mask[(None,) * (4 - mask.ndim)]
+    mask = None if mask is None else mask[(None,) * (4 - mask.ndim)].expand(-1, -1, T, S)
     check_callable("mask_mod", mask_mod, "(b, h, i, j)")
     segments = check_segment_ids(segment_ids, dims, q.device)
     q_offset = S - T if q_offset is None else check_any_offset(q_offset, B, q.device)
@@ -168,7 +168,7 @@ def chunked_attention(
         if segments is not None:
             masks.append(is_same_segment(segments, rows, keys)[:, None])
         if mask is not None:
-            masks.append(slice_axis(slice_axis(mask, 2, rows), 3, keys))
+            masks.append(mask[:, :, rows, keys])
         if mask_mod is not None:
             allowed = mask_mod(b, h, i[rows], j[keys])
             axes = dict(b=B, h=H, i=rows.stop - rows.start, j=keys.stop - keys.start)

@@ -49,11 +49,6 @@ def split_range(start: int, stop: int, size: int) -> list[slice]:
     return [slice(a, min(a + size, stop)) for a in range(start, stop, size)]
 
 
-def slice_axis(t: Tensor, axis: int, part: slice) -> Tensor:
-    """Slice an axis, unless it has length 1 and broadcasts."""
-    return t if t.shape[axis] == 1 else t.narrow(axis, part.start, part.stop - part.start)
-
-
 def refuse_batched(*grads: Tensor) -> None:
     """Refuse gradients that torch.autograd or `vmap` has batched, in backwards that write in
     place."""
@@ -102,29 +97,6 @@ def form_tile(
     return logits, s, slope, factors, mask
 
 
-def attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rows: slice,
-    key_chunks: Sequence[slice], plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output [b k g i e], log-sum-exp and greatest logit [b k g i] of one chunk of queries."""
-    q = q[..., rows, :]
-    acc = q.new_zeros(*q.shape[:-1], v.shape[-1])  # unnormalized output
-    m = q.new_full(q.shape[:-1], float("-inf"))  # greatest logit so far
-    l, has_keys = torch.zeros_like(m), torch.zeros_like(m, dtype=torch.bool)
-    for keys in key_chunks:
-        logits, *_, mask = form_tile(q, k, gates, rows, keys, plan)
-        m_new = torch.maximum(m, logits.amax(dim=-1))
-        shift = m_new.masked_fill(m_new == float("-inf"), 0.0)  # rows that see nothing yet
-        p, alpha = torch.exp(logits - shift[..., None]), torch.exp(m - shift)
-        acc = acc * alpha[..., None] + times(p, v[:, :, keys])
-        m, l = m_new, l * alpha + p.sum(dim=-1)
-        has_keys = has_keys | (True if mask is None else mask.any(dim=-1))
-    l = l.masked_fill(~has_keys, 1.0)
-    out = (acc / l[..., None]).masked_fill(~has_keys[..., None], 0.0)
-    lse, m = (t.masked_fill(~has_keys, float("-inf")) for t in (m + l.log(), m))
-    return out, lse, m
-
-
 class AttendTiles(torch.autograd.Function):
     """Map q [b k g i d], k [b k j d], v [b k j e], gates [b i r n] or None and a plan to output
     [b k g i e], log-sum-exp and greatest logit [b k g i], which has no gradient. The backward
@@ -139,14 +111,28 @@ class AttendTiles(torch.autograd.Function):
         is_same = v.shape[-1] == q.shape[-1]
         out = torch.empty_like(q) if is_same else q.new_empty(*q.shape[:-1], v.shape[-1])
         lse = q.new_empty(q.shape[:-1])
-        m = torch.empty_like(lse)
+        greatest = torch.empty_like(lse)
         for rows, key_chunks in plan.tiles:
-            chunk = attend_rows(q, k, v, gates, rows, key_chunks, plan)
-            out[..., rows, :], lse[..., rows], m[..., rows] = chunk
+            q_rows = q[..., rows, :]
+            acc = q.new_zeros(*q_rows.shape[:-1], v.shape[-1])  # unnormalized output
+            m = q.new_full(q_rows.shape[:-1], float("-inf"))  # greatest logit so far
+            l, has_keys = torch.zeros_like(m), torch.zeros_like(m, dtype=torch.bool)
+            for keys in key_chunks:
+                logits, *_, mask = form_tile(q_rows, k, gates, rows, keys, plan)
+                m_new = torch.maximum(m, logits.amax(dim=-1))
+                shift = m_new.masked_fill(m_new == float("-inf"), 0.0)  # rows that see nothing yet
+                p, alpha = torch.exp(logits - shift[..., None]), torch.exp(m - shift)
+                acc = acc * alpha[..., None] + times(p, v[:, :, keys])
+                m, l = m_new, l * alpha + p.sum(dim=-1)
+                has_keys = has_keys | (True if mask is None else mask.any(dim=-1))
+            l = l.masked_fill(~has_keys, 1.0)
+            out[..., rows, :] = (acc / l[..., None]).masked_fill(~has_keys[..., None], 0.0)
+            lse[..., rows] = (m + l.log()).masked_fill(~has_keys, float("-inf"))
+            greatest[..., rows] = m.masked_fill(~has_keys, float("-inf"))
         ctx.plan = plan
         ctx.save_for_backward(q, k, v, gates, out, lse)
-        ctx.mark_non_differentiable(m)
-        return out, lse, m
+        ctx.mark_non_differentiable(greatest)
+        return out, lse, greatest
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Any) -> Any:  # type: ignore[override]
