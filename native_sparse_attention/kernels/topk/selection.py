@@ -245,29 +245,6 @@ def nsa_topk_logits(
 
 
 @triton.jit
-def step_windows(N: tl.constexpr, WARPS: tl.constexpr):
-    """The window of a step, 0 .. N - 1, that each row of its tile holds. A thread of an MMA has
-    rows r and r + 8 of every 16 WARPS rows. They hold consecutive windows, so that the thread sums
-    them alone. With fewer rows, windows are in order: there `sort_windows` gives wrong results with
-    Triton 3.6 on an H200 (8 warps, 32 rows)."""
-    row = tl.arange(0, N)
-    thread = row // 16 % WARPS * 8 + row % 8
-    window = thread * (N // (8 * WARPS)) + row // (16 * WARPS) * 2 + row // 8 % 2
-    return window if N >= 16 * WARPS else row
-
-
-@triton.jit
-def sort_windows(x, WARPS: tl.constexpr):
-    """Rows [N, M] of a step's tile in the order of their windows."""
-    N: tl.constexpr = x.shape[0]
-    M: tl.constexpr = x.shape[1]
-    if N >= 16 * WARPS:
-        x = tl.reshape(x, [N // (16 * WARPS), WARPS, 2, 8, M])
-        x = tl.reshape(tl.permute(x, [1, 3, 0, 2, 4]), [N, M])
-    return x
-
-
-@triton.jit
 def block_sums(p, j, P: tl.constexpr, BACK: tl.constexpr, F: tl.constexpr):
     """Scores [TOKENS, CHUNK] that windows j [SLICE] of a chunk's blocks add to the block in which
     they end, to the block before it, and so on. p is [CHUNK, SLICE, TOKENS, PARTIALS]."""
@@ -333,7 +310,15 @@ def best_by_probs(
         if g < BACK:
             carried += (tl.zeros([TOKENS, CHUNK], tl.float32),)
 
-    u = step_windows(BLOCK_N, F.WARPS)
+    # the window of a step that each row of its tile holds. A thread of an MMA has rows r and r + 8
+    # of every 16 WARPS rows. They hold consecutive windows, so that the thread sums them alone.
+    # With fewer rows, windows are in order: there sorting them gives wrong results with Triton 3.6
+    # on an H200 (8 warps, 32 rows)
+    ROWS: tl.constexpr = 16 * F.WARPS
+    u = tl.arange(0, BLOCK_N)
+    if BLOCK_N >= ROWS:
+        thread = u // 16 % F.WARPS * 8 + u % 8
+        u = thread * (BLOCK_N // (8 * F.WARPS)) + u // ROWS * 2 + u // 8 % 2
     chunks = tl.cdiv(tl.max(end, 0) + BACK, CHUNK)
     for step in range(tl.min(low, 0) // CHUNK * STEPS, chunks * STEPS):
         c0, j0 = step // STEPS * CHUNK, step % STEPS * SLICE
@@ -356,7 +341,10 @@ def best_by_probs(
             # sum the heads that one thread of an MMA holds: columns 2 i and 2 i + 1 of every 8
             p = tl.reshape(tl.exp2(x), [BLOCK_N, TOKENS, EIGHTS, PARTIALS, PAIR])
             p = tl.reshape(tl.sum(tl.sum(p, 4), 2), [BLOCK_N, TOKENS * PARTIALS])
-            p = tl.reshape(sort_windows(p, F.WARPS), [CHUNK, SLICE, TOKENS, PARTIALS])
+            if BLOCK_N >= ROWS:  # in the order of their windows
+                p = tl.reshape(p, [BLOCK_N // ROWS, F.WARPS, 2, 8, TOKENS * PARTIALS])
+                p = tl.reshape(tl.permute(p, [1, 3, 0, 2, 4]), [BLOCK_N, TOKENS * PARTIALS])
+            p = tl.reshape(p, [CHUNK, SLICE, TOKENS, PARTIALS])
             step_sums = block_sums(p, j0 + tl.arange(0, SLICE), P, BACK, F)
             if STEPS > 1:
                 new_sums = ()
