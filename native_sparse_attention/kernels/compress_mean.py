@@ -6,7 +6,6 @@ last token. Its tokens get intra-block positions added. d divides l.
 
 from __future__ import annotations
 
-import functools
 from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
@@ -26,13 +25,12 @@ ELEMENTS, AHEAD = 2048, tl.constexpr(4)
 WIDTH, WINDOWS = tl.constexpr(32), tl.constexpr(64)
 
 # compile-time settings: windows of L tokens, one every STRIDE; K heads; ROWS of a tile
-Settings = namedtuple("Settings", "L STRIDE K D BLOCK_D ROWS POSITIONS")
+Settings = namedtuple("Settings", "L STRIDE K D BLOCK_D ROWS")
 
 
 @triton.jit
 def mean_rows(x, positions, out, b, h, w, W, T, F: tl.constexpr):
-    """Means of windows w of x [B K T D], with POSITIONS their positions [K L D] added, to out
-    [B W K D]."""
+    """Means of windows w of x [B K T D], with any positions [K L D] added, to out [B W K D]."""
     rows_ptr = x.ptr + b * x.b + h * x.h
     acc = tl.full([w.shape[0], F.BLOCK_D], 0.0, tl.float32)
     position_sum = tl.full([F.BLOCK_D], 0.0, tl.float32)
@@ -41,7 +39,7 @@ def mean_rows(x, positions, out, b, h, w, W, T, F: tl.constexpr):
         t = w * F.STRIDE + (F.STRIDE - F.L + i)
         is_token = (w < W) & (t >= 0) & (t < T)
         acc += load_rows(rows_ptr, t.to(tl.int64) * x.n, F.D, F.BLOCK_D, is_token).to(tl.float32)
-        if F.POSITIONS:
+        if positions is not None:
             pointer = positions.ptr + h * positions.h + i * positions.n + feature
             position_sum += tl.load(pointer, mask=feature < F.D, other=0.0).to(tl.float32)
     mean = (acc + position_sum[None]) / F.L
@@ -111,12 +109,6 @@ def nsa_compress_mean_dpositions(dck, dcv, dkp, dvp, B, W, F: tl.constexpr):
         sum_windows(dcv, dvp, h, feature, B, W, F)
 
 
-@functools.lru_cache(maxsize=256)
-def settings(l: int, d: int, K: int, D: int, positions: bool) -> Settings:
-    block_d = launch.padded(D)
-    return Settings(l, d, K, D, block_d, max(1, ELEMENTS // block_d), positions)
-
-
 def forward(
     tensors: Sequence[Tensor], positions: Sequence[Tensor], l: int, d: int, windows: int
 ) -> list[Tensor]:
@@ -124,7 +116,8 @@ def forward(
     if there are any."""
     B, K, T, D = tensors[0].shape
     outs = [t.new_empty(B, windows, K, D) for t in tensors]
-    F = settings(l, d, K, D, bool(positions))
+    block_d = launch.padded(D)
+    F = Settings(l, d, K, D, block_d, max(1, ELEMENTS // block_d))
     tiles = cdiv(windows, F.ROWS)
     p: list[Any] = [Strided(p, 0, p.stride(1), p.stride(0)) for p in positions] or [None]
     k, v = head_strided(tensors[0]), head_strided(tensors[-1])
@@ -142,7 +135,8 @@ def backward(
     B, K, W, D = dck.shape
     dk, dv = (dck.new_empty(B, tokens, K, D) for _ in range(2))
     dkp, dvp = (p.new_empty(p.shape) for p in (k_positions, v_positions))
-    F = settings(l, d, K, D, True)
+    block_d = launch.padded(D)
+    F = Settings(l, d, K, D, block_d, max(1, ELEMENTS // block_d))
     tiles = cdiv(tokens, F.ROWS)
     grads = head_strided(dck), head_strided(dcv)
     if B * tiles:
