@@ -159,25 +159,18 @@ class AttendTiles(torch.autograd.Function):
                         ds = ds.masked_fill(~mask, 0.0)
                     if factors is not None:
                         d_factors = (ds * capped).sum_to_size(factors.shape)
-                        d_gates[:, rows] += gates_gradient(gates, d_factors, rows, keys, plan)
+                        with torch.enable_grad():  # factors are linear in the gates
+                            leaf = gates[:, rows].detach().requires_grad_()
+                            factors_of_leaf = plan.visibility.expand_gates(leaf, rows, keys)
+                        d_gates[:, rows] += torch.autograd.grad(
+                            factors_of_leaf, leaf, d_factors, create_graph=torch.is_grad_enabled()
+                        )[0]
                         ds = ds * factors
                     ds = ds * slope * plan.scale
                     d_rows = d_rows + times(ds, k[:, :, keys])
                     d_k[:, :, keys] += times_over_rows(ds, q_rows)
                 d_q[..., rows, :] = d_rows
         return d_q, d_k, d_v, d_gates, None
-
-
-def gates_gradient(
-    gates: Tensor, d_factors: Tensor, rows: slice, keys: slice, plan: Plan
-) -> Tensor:
-    """The gradient of some rows of gates, from that of the factors of a tile, which are linear in
-    the gates."""
-    with torch.enable_grad():
-        gates = gates[:, rows].detach().requires_grad_()
-        factors = plan.visibility.expand_gates(gates, rows, keys)
-    create_graph = torch.is_grad_enabled()
-    return torch.autograd.grad(factors, gates, d_factors, create_graph=create_graph)[0]
 
 
 def times_over_rows(a: Tensor, x: Tensor) -> Tensor:
