@@ -83,16 +83,6 @@ def is_same_segment(segments: SegmentIds, rows: slice, keys: slice) -> Tensor:
     return segments.q[:, rows, None] == segments.kv[:, None, keys]
 
 
-def check_qkv(
-    q: Tensor, k: Tensor, v: Tensor, *shapes: str
-) -> tuple[dict[str, int], Tensor, Tensor, Tensor]:
-    """Check queries, keys and values, and cast them as autocast casts a matmul's inputs."""
-    dims = check_shapes(q=(q, shapes[0]), k=(k, shapes[1]), v=(v, shapes[2]))
-    q, k, v = cast_to_autocast_dtype(q, k, v)
-    check_same(q=q, k=k, v=v)
-    return dims, q, k, v
-
-
 def chunked_attention(
     q: Tensor, k: Tensor, v: Tensor, *, q_chunk_size: int = 1024, k_chunk_size: int = 4096,
     causal: bool = False, sliding_window_size: int | None = None,
@@ -132,7 +122,9 @@ def chunked_attention(
         every tile.
     """
     refuse_transforms("chunked_attention")
-    dims, q, k, v = check_qkv(q, k, v, "B T H D", "B S K D", "B S K E")
+    dims = check_shapes(q=(q, "B T H D"), k=(k, "B S K D"), v=(v, "B S K E"))
+    q, k, v = cast_to_autocast_dtype(q, k, v)
+    check_same(q=q, k=k, v=v)
     causal, return_lse = check_bools(causal=causal, return_lse=return_lse)
     check_groups(dims["H"], dims["K"], (dims["T"], dims["S"]))
     B, T, S, H = (dims[axis] for axis in "BTSH")
@@ -248,7 +240,9 @@ def block_masked_attention(
         Gradients pass through `logsumexp`, not through `max_logits`. Deterministic.
     """
     refuse_transforms("block_masked_attention")
-    dims, q, k, v = check_qkv(q, k, v, "B K G T D", "B K S D", "B K S E")
+    dims = check_shapes(q=(q, "B K G T D"), k=(k, "B K S D"), v=(v, "B K S E"))
+    q, k, v = cast_to_autocast_dtype(q, k, v)
+    check_same(q=q, k=k, v=v)
     B, T, S = (dims[axis] for axis in "BTS")
     block_kv, block_q = check_ints(1, block_kv=block_kv, block_q=block_q)
     cap = check_positive("cap", cap)
