@@ -373,7 +373,8 @@ class KVCache:
 
     @property
     def device(self) -> torch.device | None:
-        return next((t.device for t in self.tensors().values()), None)
+        devices = [t.device for t in self.tensors().values()]
+        return devices[0] if devices else None  # dynamo of torch 2.8 knows no default of `next`
 
     @property
     def page_table(self) -> Tensor | None:
@@ -720,7 +721,7 @@ class KVCache:
     def _allocate(self, new: dict[str, Tensor], ends: list[int], every: int) -> dict[str, Tensor]:
         """Storage of the streams in `new`, grown to hold `ends[b]` entries of each sequence; []:
         of as many as there is room for."""
-        rows = len(ends) or len(next(iter(new.values()), ()))
+        rows = len(ends) or (len(next(iter(new.values()))) if new else 0)
         check_entries(self._streams, new, rows, self.device)
         for name, entries in new.items():
             self._streams[name] = self._allocate_stream(name, entries, max(ends, default=0), every)
