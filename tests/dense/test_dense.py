@@ -156,17 +156,6 @@ def test_by_hand(form):
     torch.testing.assert_close(FORMS[form](q, k, v, ids=ids)[0].flatten(), v.flatten())
 
 
-def test_the_future_cannot_move_the_past(form):
-    q, k, v = draw(2, 21, 21, 4, 2, 4, 4)
-    before = FORMS[form](q, k, v, causal=True)
-    with torch.no_grad():
-        k[:, 13:], v[:, 13:] = 1e4, 1e4
-    after = FORMS[form](q, k, v, causal=True)
-    for a, b in zip(before, after, strict=True):
-        assert torch.equal(a[:, :13], b[:, :13])
-        assert (a[:, 13:] != b[:, 13:]).all()
-
-
 @pytest.mark.parametrize("T, S", [(0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_empty(form, T, S, causal):
@@ -201,8 +190,7 @@ def test_a_mild_mask_value_has_a_share_like_any_logit(form):
     assert_same(actual, dense(*leaves, mask, mask_value=-0.5)[: len(actual)], leaves)
 
 
-@pytest.mark.parametrize("order", [1, 2])
-def test_gradcheck(form, order):
+def test_second_derivatives(form):
     leaves = draw(1, 5, 6, 2, 1, 2, 2)
     ids = (torch.tensor([[0, 1, 1, 9, 0]]), torch.tensor([[0, 1, 1, 0, 1, 0]]))
 
@@ -210,8 +198,7 @@ def test_gradcheck(form, order):
         values = FORMS[form](q, k, v, True, ids, -1e30)
         return tuple(t.masked_fill(t.isneginf(), 0.0) for t in values[:1])
 
-    check = torch.autograd.gradcheck if order == 1 else torch.autograd.gradgradcheck
-    assert check(attend, leaves, fast_mode=order == 2)
+    assert torch.autograd.gradgradcheck(attend, leaves, fast_mode=True)
 
 
 @pytest.mark.slow
