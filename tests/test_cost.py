@@ -89,7 +89,7 @@ def test_keys_that_queries_see(name, causal):
         allowed = ~forced[t]
         if causal:
             last = [b for b in c.tolist() if b < leader // s and all(
-                (w + 1) * d - 1 < leader for w in windows_of(b, d, s)
+                (w + 1) * d - 1 < leader for w in range(b * s // d, b * s // d + max(1, s // d))
             )]  # fmt: skip
             allowed &= torch.isin(c, torch.tensor(last, dtype=torch.long))
         chosen = forced[t].clone()
@@ -99,11 +99,6 @@ def test_keys_that_queries_see(name, causal):
         windows = t // d if causal else -(-T // d)
         expected = int(seen.sum()) + int(near.sum()) + windows + config.num_compressed_mem_kv
         assert int(keys_read(torch.tensor([t]), T, config)) == expected, t
-
-
-def windows_of(block, d, s):
-    first = block * s // d
-    return range(first, first + max(1, s // d))
 
 
 def test_operations_against_the_benchmarks():

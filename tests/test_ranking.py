@@ -148,24 +148,6 @@ def test_packed_documents_lose_what_they_lose_alone():
     torch.testing.assert_close(packed, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_positions_are_those_of_the_rows_given():
-    """Not those of rows in which every document begins at a block."""
-    module, x = layer(**INDEX), normal(2, 70, DIM)
-    alone = module(x[:1, 30:], ranking_queries=torch.tensor([25, 39]))[1]
-    there = torch.tensor([55, 69])
-    packed = module(x[:1], cu_seqlens=torch.tensor([0, 30, 70]), ranking_queries=there)[1]
-    torch.testing.assert_close(packed, alone, atol=1e-6, rtol=1e-5)
-    mask = torch.arange(70) >= torch.tensor([[0], [30]])  # on the left, and none
-    padded = module(x, mask=mask, ranking_queries=there)[1]
-    parts = [
-        module(x[:1], ranking_queries=there)[1],
-        module(x[1:, 30:], ranking_queries=there - 30)[1],
-    ]
-    torch.testing.assert_close(padded, torch.stack(parts).mean(), atol=1e-6, rtol=1e-5)
-    with pytest.raises(ValueError, match="positions from 0 to 69"):
-        module(x, mask=mask, ranking_queries=torch.tensor([70]))
-
-
 ROWS = torch.tensor([[0] * 24 + [1] * 48, [0] * 72])
 
 
@@ -176,15 +158,23 @@ ROWS = torch.tensor([[0] * 24 + [1] * 48, [0] * 72])
     ids=lambda call: next(iter(call), "plain"),
 )  # fmt: skip
 def test_positions_of_each_row(call):
-    """[b m]: the mean over these queries alone, each of its own row."""
-    module, x, losses = layer(**INDEX), normal(2, 72, DIM), []
-    rows = torch.tensor([[70, -1, 44], [61, 61, 30]])
-    for b, i in ((0, 70), (0, 44), (1, 61), (1, 61), (1, 30)):
-        row = {n: type(t)(*(s[b][None] for s in t)) if n == "documents" else t[b][None]
-               for n, t in call.items()}  # fmt: skip
-        losses.append(module(x[b][None], ranking_queries=torch.tensor([i]), **row)[1])
-    loss = module(x, ranking_queries=rows, **call)[1]
-    torch.testing.assert_close(loss, torch.stack(losses).mean(), atol=1e-6, rtol=1e-5)
+    """[m], and [b m]: the mean over these queries alone, each of its own row, at positions among
+    the tokens given and not in rows in which every document begins at a block."""
+    module, x = layer(**INDEX), normal(2, 72, DIM)
+    for rows in (torch.tensor([[70, -1, 44], [61, 61, 30]]), torch.tensor([70, 44])):
+        losses = []
+        for b, i in ((b, i) for b, row in enumerate(rows.expand(2, -1)) for i in row if i >= 0):
+            row = {n: type(t)(*(s[b][None] for s in t)) if n == "documents" else t[b][None]
+                   for n, t in call.items()}  # fmt: skip
+            if "mask" in row:  # the same without padding
+                real = row.pop("mask")[0]
+                losses.append(module(x[b, real][None], ranking_queries=real[:i].sum()[None])[1])
+            else:
+                losses.append(module(x[b][None], ranking_queries=i[None], **row)[1])
+        loss = module(x, ranking_queries=rows, **call)[1]
+        torch.testing.assert_close(loss, torch.stack(losses).mean(), atol=1e-6, rtol=1e-5)
+    with pytest.raises(ValueError, match="positions from 0 to 71"):
+        module(x, ranking_queries=torch.tensor([72]), **call)
 
 
 def test_autocast_and_checkpoint():
