@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.training.test_runs import load_equal, make_runs
-from tests.training.test_train_enwik8 import TINY, in_process
+from tests.training.test_train_enwik8 import TINY, finished, in_process
 from tests.view.test_page import content_of
 from training.view import main
 
@@ -76,7 +76,6 @@ def test_as_a_module(folder, capsys, monkeypatch):
     ("args", "message"),
     [
         (("--layers", "3"), "layers must be a list of names of layers"),
-        (("--queries", "0"), "queries must be an integer of at least 1, got 0"),
         (("--max-tokens", "x"), "argument --max-tokens: invalid int value: 'x'"),
         (("--device", "tpu9"), "--device must be a torch.device or the name of one"),
         (("--text", "nowhere"), "nowhere: No such file or directory"),
@@ -98,8 +97,7 @@ def test_what_is_no_sparse_run(folder, capsys):
     assert call("nowhere", *text) == 2
     assert "nowhere is not a run directory" in told_error(capsys)
     dense = ["--data", "data", "--name", "dense", "--attention", "dense", "--steps", 1]
-    done = in_process(folder, *dense, "--sample-every", 0, *TINY)
-    assert done.returncode == 0, done.stderr
+    finished(in_process(folder, *dense, "--sample-every", 0, *TINY))
     assert call(folder / "runs" / "dense", *text) == 2
     assert "must have SparseAttention layers, got Transformer" in told_error(capsys)
     dense[dense.index("--name") + 1] = "other"
@@ -112,8 +110,7 @@ def test_a_run_of_packed_documents_shows_one(tmp_path, capsys):
     documents = [f"<p>{i} squared is {i * i}\n" for i in range(10, 300)]
     (tmp_path / "data").write_text("".join(documents))
     options = ("--steps", 1, "--save-every", 1, "--sample-every", 0, "--view", *TINY)
-    done = in_process(tmp_path, "--data", "data", "--name", "packed", "--pack", "<p>", *options)
-    assert done.returncode == 0, done.stderr
+    finished(in_process(tmp_path, "--data", "data", "--name", "packed", "--pack", "<p>", *options))
     run, out = tmp_path / "runs" / "packed", tmp_path / "page.html"
     assert "".join(content_of((run / "step-00000001.html").read_text())["texts"]) in documents
     for text, shown, is_cut in (
@@ -131,14 +128,13 @@ def test_a_run_of_packed_documents_shows_one(tmp_path, capsys):
 
 def test_training_writes_pages_and_learns_the_same(folder):
     options = ("--steps", 8, "--save-every", 4, "--eval-every", 4, "--sample-every", 0, *TINY)
-    done = in_process(folder, "--data", "data", "--name", "seen", "--view", "--keep", 1, *options)
-    assert done.returncode == 0, done.stderr
+    plan = ("--data", "data", "--name", "seen", "--view", "--keep", 1)
+    finished(in_process(folder, *plan, *options))
     seen, whole = folder / "runs" / "seen", folder / "runs" / "whole"
     pages = sorted(path.name for path in seen.glob("*.html"))
     assert pages == [f"step-0000000{step}.html" for step in (0, 4, 8)]
     assert "<title>seen, step 8</title>" in (seen / pages[-1]).read_text()
     assert load_equal(*(run / "step-00000008.safetensors" for run in (seen, whole)))
-    done = in_process(folder, "--resume", seen, "--steps", 12, "--view")
-    assert done.returncode == 0, done.stderr
+    finished(in_process(folder, "--resume", seen, "--steps", 12, "--view"))
     assert (seen / "step-00000012.html").exists()
     assert in_process(folder, "--sample", seen, "--view").returncode == 2

@@ -86,11 +86,7 @@ def folder(tmp_path_factory):
 
 
 def call(folder, name, *args):
-    return command(folder / name, "--text", folder / "text", *args)
-
-
-def command(*args):
-    return test_view_command.call(*args, main=main)
+    return test_view_command.call(folder / name, "--text", folder / "text", *args, main=main)
 
 
 def told_error(capsys):
@@ -170,7 +166,6 @@ def test_dense_attention_by_default_is_told(folder, tmp_path):
             ("--settings", '{"heads": 3}'),
             "heads must be 4, which the model decides, got 3",
         ),
-        ("converted", ("--layers", "2"), "layers must be a list of names of layers"),
     ],
 )
 def test_bad_input_is_told_in_one_line(name, args, message, folder, tmp_path, capsys, monkeypatch):
