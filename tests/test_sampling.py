@@ -101,6 +101,8 @@ def test_token_sampler():
     assert (draw(top_p=0.5) > 0).tolist() == [True, False, False, False]
     assert (draw(filter_thres=0.99) > 0).tolist() == [True, False, False, False]
     assert draw(temperature=0.0)[0] == 1
+    for temperature, top_p in ((1e-37, None), (1e-37, 2e-38), (1e-320, None)):
+        assert draw(temperature, 0.0, top_p, torch.tensor([[5.0, -3.0, 1.0]]))[0] == 1
     cold = torch.tensor([0.5, 0.3, 0.15, 0.05]) ** 2
     torch.testing.assert_close(draw(temperature=0.5), cold / cold.sum(), atol=0.03, rtol=0)
     # (1 - 0.7) * 10 is a little more than 3

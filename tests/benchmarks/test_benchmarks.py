@@ -14,6 +14,7 @@ from benchmarks.providers import providers as known_providers
 from benchmarks.twin import DenseAttention
 from native_sparse_attention import native_sparse_attention
 from native_sparse_attention.masks import catalog
+from tests.helpers.budget import DEVICE
 
 pytestmark = pytest.mark.usefixtures("nothing_to_release")
 
@@ -167,21 +168,13 @@ def test_random_selections(alike):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+@pytest.mark.kernels
 def test_tuner(tmp_path, capsys):
-    pytest.importorskip("triton")
     tune = importlib.import_module("benchmarks.tune")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = ["--lengths", "24", "--heads", "2/1", "--seconds", "1e-4", "--device", device]
+    options = ["--lengths", "24", "--heads", "2/1", "--seconds", "1e-4", "--device", DEVICE]
     options += ["--kernels", "window.forward", "query_major.dq", "--tiles", "16,16,4,1", "16,7,4,1"]
     options += ["--operations", "window"]
-    try:
-        rows = tune.main([*options, "--out", str(tmp_path / "tune.jsonl")])
-    except Exception as error:
-        if "0-dimensional arrays" not in str(error):
-            raise
-        pytest.skip(f"Triton's interpreter and this numpy do not go together: {error}")
+    rows = tune.main([*options, "--out", str(tmp_path / "tune.jsonl")])
     assert [row["kernel"] for row in rows] == ["window.forward"] * 3
     assert [row["tile"] for row in rows] == ["default", [16, 16, 4, 1], [16, 7, 4, 1]]
     assert "failed" in rows[2] and rows[1]["p50_ms"] > 0 and rows[1]["over_default"] > 0

@@ -13,7 +13,6 @@ import torch
 from native_sparse_attention import KVCache, PagedKVCache, Transformer
 from native_sparse_attention.ops import branches
 from native_sparse_attention.transformer import Attention
-from tests.helpers.budget import DEVICE
 from tests.helpers.decoder import CACHES, Decoder
 from tests.helpers.layers import DIM, SETTINGS, close, layer, normal
 
@@ -503,14 +502,3 @@ def test_a_past_that_needs_no_gradient(name):
         module(x[:, :11], cache=cache)
     outs = [module(x[:, a:b], cache=cache) for a, b in CUTS[1:]]
     equal(gradients(outs, params), gradients([module(x)[:, 11:]], params))
-
-
-@pytest.mark.kernels
-def test_kernels_leave_to_others_what_is_trained():
-    """Those of decoding have no gradients."""
-    module = layer(torch.float32, **SPARSE, heads=2, kv_heads=1).to(DEVICE)
-    x, params = torch.randn(1, 14, DIM, device=DEVICE), train(module, "sinks")
-    cache = KVCache(40, 1)
-    outs = [module(x[:, :13], cache=cache), module(x[:, 13:], cache=cache)]
-    actual, expected = gradients(outs, params), gradients([module(x)], params)
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

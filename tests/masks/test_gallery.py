@@ -12,7 +12,6 @@ CPU = torch.device("cpu")
 
 TWO_IMAGES = torch.tensor([[0, 3], [1, 4], [5, 6]])
 
-INDICES = torch.tensor([[-1, -1], [-1, -1], [-1, -1], [2, -1], [0, -1]]).view(1, 1, 5, 2)
 PREFIX = torch.tensor([0, 2, 1])
 DRAWN = {
     "causal": (masks.causal, "x... xx.. xxx. xxxx"),
@@ -86,13 +85,6 @@ DRAWN = {
         masks.jagged_mask_mod(lambda b, h, i, j: j < PREFIX[b], torch.tensor([0, 2, 5, 7])),
         "....... ....... ..xx... ..xx... ..xx... .....x. .....x.",
     ),
-    # stride 2, one memory key: window j ends at token 2 j + 1 and is seen from 2 j + 2 on
-    "compress": (
-        masks.create_compress_mask(7, 2, 2, mem_kv_len=1, device="cpu").mask_mod,
-        "x.. x.. xx. xx. xxx xxx xxx",
-    ),
-    # blocks of 2, the last of 1; query 4 chose block 0, query 3 the future, the others nothing
-    "fine": (masks.create_fine_mask(5, 2)(INDICES).mask_mod, "x.... xx... ..x.. ..xx. xx..x"),
 }
 
 

@@ -8,7 +8,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from native_sparse_attention import sliding_window_attention
 from native_sparse_attention.config import AttentionConfig
-from native_sparse_attention.masks import create_sliding_mask
 from native_sparse_attention.ops import flex
 from native_sparse_attention.ops.call import Call
 from native_sparse_attention.ops.triton import backend as triton_backend
@@ -96,15 +95,6 @@ def test_indices_that_are_no_block_are_passed_over():
         blocks = torch.tensor(blocks, dtype=torch.int32, device=call.tensors["q"].device)
         outs.append(call("flex", block_indices=blocks.expand(*shape, -1))[0])
     torch.testing.assert_close(*outs)
-
-
-@pytest.mark.usefixtures("untraced_flex")
-def test_under_a_mask_of_the_users():
-    q, k, v = tensors(2, 37, 37, 2, 3)
-    mask = create_sliding_mask(37, 4, device="cpu")
-    call = Call(q, k, v, sliding_window_flex_mask=mask)
-    out = flex.attend_branch(call, AttentionConfig(branches=("window",)))
-    torch.testing.assert_close(out, window(q, k, v, 4))
 
 
 def test_tensors_that_want_gradients_run_where_none_are_recorded():
