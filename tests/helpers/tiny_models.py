@@ -102,6 +102,14 @@ def native(form="branches", **settings):
     return NSAForCausalLM(NSAModelConfig(**SIZES | dict(nsa=nsa) | settings)).eval()
 
 
+def moved(model):
+    """The model, away from the weights that it began with."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
 def close(actual, expected, tol=1e-4, **options):
     torch.testing.assert_close(actual, expected, atol=tol, rtol=tol, **options)
 
@@ -159,11 +167,6 @@ def dynamic(model):
 
 def static(model, length=48):
     return transformers.StaticCache(config=model.config, max_cache_len=length)
-
-
-def batches(texts):
-    """The first text alone, all of them in one row, and with padding on either side."""
-    return [dict(input_ids=texts[0]), packed(texts), padded(texts, True), padded(texts, False)]
 
 
 def check_rows(out, batch, expected, **tolerance):

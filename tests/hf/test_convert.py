@@ -16,7 +16,7 @@ from native_sparse_attention.hf import (
 )
 from native_sparse_attention.recipes import set_dense
 from native_sparse_attention.view import collect
-from tests.helpers.tiny_models import SPARSE, close, of_parts, prompts, tiny
+from tests.helpers.tiny_models import SPARSE, close, moved, of_parts, prompts, tiny
 from tests.hf.test_families import FORMS
 
 form = pytest.mark.parametrize("form", FORMS)
@@ -24,14 +24,6 @@ form = pytest.mark.parametrize("form", FORMS)
 
 def layer_of(model, index=0):
     return model.model.layers[index].self_attn.attention
-
-
-def moved(model):
-    """The model, away from the weights of the original."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.01 * torch.randn_like(parameter))
-    return model
 
 
 @torch.no_grad()

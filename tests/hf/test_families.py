@@ -12,10 +12,10 @@ from tests.helpers.tiny_models import (
     FAMILIES,
     SPARSE,
     WHOLE,
-    batches,
     check_rows,
     close,
     dynamic,
+    packed,
     padded,
     prompts,
     static,
@@ -38,6 +38,11 @@ FORMS = dict(
 )  # fmt: skip
 family = pytest.mark.parametrize("family", FAMILIES)
 converted_family = pytest.mark.parametrize("family", CONVERTED)
+
+
+def batches(texts):
+    """The first text alone, all of them in one row, and with padding on either side."""
+    return [dict(input_ids=texts[0]), packed(texts), padded(texts, True), padded(texts, False)]
 
 
 @family

@@ -25,6 +25,7 @@ from tests.helpers.tiny_models import (
     call,
     close,
     dynamic,
+    moved,
     native,
     prompts,
     step_by_step,
@@ -32,14 +33,6 @@ from tests.helpers.tiny_models import (
 )
 
 form = pytest.mark.parametrize("form", FORMS)
-
-
-def moved(model):
-    """The model, away from its initial weights."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model
 
 
 def layers_of(model):
