@@ -34,16 +34,6 @@ def test_what_is_no_size(name, size):
     assert FEW.has_backward_blocks and not BlockSizes(**SOME).has_backward_blocks
 
 
-def test_what_are_no_block_sizes():
-    q, k, v = draw(4, 4, 2, 1, 16, 16)
-    for sizes in ({"block_q": 16}, 64, (16,) * 14):
-        message = "block_sizes must be a BlockSizes or None, got"
-        with pytest.raises(ValueError, match=message):
-            sliding_window_attention(q, k, v, sliding_window_size=1, block_sizes=sizes)
-        with pytest.raises(ValueError, match=message):
-            nsa.SparseAttention(32, 16, 2, 4, 4, 4, 1, block_sizes=sizes)
-
-
 def test_without_kernels_nothing_reads_them():
     """Of the other backends; and they travel with a layer."""
     module, x = small(block_sizes=FEW, backend="eager"), torch.randn(1, 20, DIM, device=DEVICE)

@@ -267,6 +267,7 @@ REFUSED = {
         "qk_norm_eps must be a number of at least 1e-20, got 1e-21": dict(qk_norm_eps=1e-21),
         "branches must be some of 'compressed', 'selected', 'window', each": dict(branches=()),
         "each once, got 'selected'": dict(branches="selected"),
+        "block_sizes must be a BlockSizes or None, got {}": dict(block_sizes={}),
         "each once, got ('selected', 'selected')": dict(branches=("selected", "selected")),
         "each once, got ('selected', 'far')": dict(branches=("selected", "far")),
         "dense_length goes with branches=('selected',) only": dict(dense_length=8),
@@ -404,7 +405,10 @@ REFUSED = {
     "own rankings": {
         "cq has H=2 but q has H=4": dict(cq=torch.zeros(B, T, K, 5), ck=torch.zeros(B, 4, K, 5)),
     },
-    "window": {"one row of packed documents, got a batch of 2": dict(cu_seqlens=PACKED)},
+    "window": {
+        "one row of packed documents, got a batch of 2": dict(cu_seqlens=PACKED),
+        "block_sizes must be a BlockSizes or None, got": dict(block_sizes=64),
+    },
     "decode": {"ranking must be int32 on cpu, got 3": dict(ranking=3)},
     "documents": {
         "documents must be varlen.Documents, got True": dict(documents=True),

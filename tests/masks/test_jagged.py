@@ -10,13 +10,10 @@ from native_sparse_attention import masks
 LENGTHS = (5, 0, 1, 13, 131, 2)
 
 
-def offsets_of(lengths, device="cpu"):
-    return torch.tensor([0, *itertools.accumulate(lengths)], device=device)
-
-
 def nested(lengths, heads, width, dtype=torch.float64, device="cpu", offsets=None):
     """A nested tensor [B j heads width], and the leaf that holds its values."""
-    offsets = offsets_of(lengths, device) if offsets is None else offsets
+    if offsets is None:
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)], device=device)
     values = torch.randn(sum(lengths), heads, width, dtype=dtype, device=device)
     values.requires_grad_()
     return torch.nested.nested_tensor_from_jagged(values, offsets), values
@@ -100,12 +97,3 @@ def test_gpu_each_sequence_as_alone(lengths):
         right = torch.autograd.grad(expected, exact, bwd.double())
         for grad, expected_grad in zip(grads, right):
             torch.testing.assert_close(grad.double(), expected_grad, rtol=0, atol=2e-3)
-
-
-def test_holes_are_refused():
-    values = torch.randn(6, 2, 8)
-    holes = torch.nested.nested_tensor_from_jagged(
-        values, torch.tensor([0, 3, 6]), lengths=torch.tensor([2, 3])
-    )
-    with pytest.raises(ValueError, match="^q must be .* without holes between its sequences"):
-        masks.jagged_attention(holes, holes, holes)

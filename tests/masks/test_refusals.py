@@ -14,6 +14,7 @@ SPANS = torch.tensor([[0, 2]])
 A, B = nested((2, 3), 2, 8)[0], nested((3, 2), 2, 8)[0]
 THREE = nested((2, 2, 1), 2, 8)[0]
 OFFSETS = torch.tensor([0, 2, 5])
+HOLES = torch.nested.nested_tensor_from_jagged(A.values(), OFFSETS, lengths=torch.tensor([1, 3]))
 FULL = masks.jagged_block_mask(None, OFFSETS)
 
 
@@ -44,6 +45,7 @@ BAD = [
     (lambda: masks.jagged_mask_mod(None, OFFSETS, OFFSETS[1:]), "kv_offsets must hold 0 and ends"),
     (lambda: attend(q=A.values()), "q must be a nested tensor .* got a torch.float64 tensor"),
     (lambda: attend(v=A.transpose(1, 2)), r"v must be a nested tensor \[B, j, heads, width\]"),
+    (lambda: attend(HOLES, HOLES, HOLES), "q must be .* without holes between its sequences"),
     (lambda: attend(v=B), "k and v must have the same offsets"),
     (lambda: attend(q=THREE), "q has B=3 but k has B=2"),
     (lambda: attend(k=nested((2, 3), 2, 4)[0]), "k has D=4 but q has D=8"),
@@ -59,7 +61,6 @@ BAD = [
     ),
     (lambda: masks.alibi(4, torch.ones(3)), r"slopes must be floating, of shape \[4\], got a"),
     (lambda: masks.soft_cap(0), "cap must be a positive finite number of at least 1.2e-38, got 0"),
-    (lambda: masks.soft_cap(2.0, "yes"), "approximate must be True or False, got 'yes'"),
     (lambda: masks.relative_bias(torch.ones(4)), r"table must be floating, of shape \[heads, 2 m"),
     (lambda: masks.relative_bias([1.0]), r"table must be floating, .* got \[1.0\]"),
 ]

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from native_sparse_attention import BlockSizes, native_sparse_attention
+from native_sparse_attention import BlockSizes
 from tests.helpers.budget import DEVICE
+from tests.helpers.calls import draw, normal
 from tests.helpers.interpreter import not_of_3_4
 
 launch = pytest.importorskip("native_sparse_attention.kernels.common.launch")
@@ -58,6 +59,13 @@ def test_every_size_has_a_tile(monkeypatch, name):
             assert all(size & (size - 1) == 0 for size in sizes)
 
 
+def draw_layer(B, T, H, K, **settings):
+    return draw(
+        "layer", place=(T, T), heads=(H, K, 16, 16), batch=B, compress_block_size=8,
+        compress_block_sliding_stride=4, selection_block_size=8, sliding_window_size=17, **settings,
+    ).leaves()  # fmt: skip
+
+
 @not_of_3_4
 @pytest.mark.kernels
 @pytest.mark.parametrize("importance", ["logits", "probs", "max"])
@@ -77,38 +85,21 @@ def test_a_length_compiles_nothing_anew(monkeypatch, importance):
     monkeypatch.setattr(type(flash.nsa_flash_fwd), "run", record)
     for T in (1100, 2311, 3800):
         compiled[T] = set()
-        shapes = (T, 4, 16), (T, 1, 16), (T, 1, 16), (T // 4, 1, 16), (T // 4, 1, 16), (T, 4, 3)
-        tensors = [torch.zeros(1, *shape, device=DEVICE, requires_grad=True) for shape in shapes]
-        memory = torch.zeros(2, 1, 2, 16, device=DEVICE, requires_grad=True)
-        out = native_sparse_attention(
-            *tensors, mem_k=memory[0], mem_v=memory[1], compress_block_size=8,
-            compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
-            sliding_window_size=9, importance=importance,
-            backend="triton",
-        )  # fmt: skip
-        out.sum().backward()
+        draw_layer(1, T, 4, 1, importance=importance)("triton").sum().backward()
     first, *others = compiled.values()
     assert len(first) > 10 and all(other == first for other in others)
 
 
 def layer(B, T, H, K, **settings):
     """The layer, forward and backward: its output, the selection and every gradient."""
-    draw = functools.partial(torch.randn, device=DEVICE)
-    shapes = (T, H, 16), (T, K, 16), (T, K, 16), (T // 4, K, 16), (T // 4, K, 16), (T, H, 3)
-    leaves = [draw(B, *shape) for shape in shapes] + [draw(K, 2, 16) for _ in range(2)]
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    out, lists = native_sparse_attention(
-        *leaves[:6], mem_k=leaves[6], mem_v=leaves[7], compress_block_size=8,
-        compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
-        sliding_window_size=17, return_indices=True, backend="triton", **settings,
-    )  # fmt: skip
-    return [out, lists, *torch.autograd.grad(out.square().sum(), leaves)]
+    call = draw_layer(B, T, H, K, **settings)
+    out, lists = call("triton", return_indices=True)
+    return [out, lists, *torch.autograd.grad(out.square().sum(), list(call.tensors.values()))]
 
 
 def written(B, K):
     """New entries in their places, windows that they may complete, and heads that are turned."""
-    draw = functools.partial(torch.randn, device=DEVICE)
-    new, store, rings = ({name: draw(B, K, n, 16) for name in "kv"} for n in (3, 9, 12))
+    new, store, rings = ({name: normal(B, K, n, 16) for name in "kv"} for n in (3, 9, 12))
     lengths = torch.arange(B, device=DEVICE, dtype=torch.int32) % 5
     kv_cache.append(new, store, lengths, 3)
     rotated = rotary.rotate([*new.values()], torch.ones(8, device=DEVICE), lengths, None, 0, 1.0)
