@@ -12,7 +12,7 @@ from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.transformer import Attention
 from tests.helpers.budget import DEVICE
 from tests.helpers.decoder import Decoder
-from tests.helpers.layers import DIM, SETTINGS, SIZES, layer, normal
+from tests.helpers.layers import DIM, SETTINGS, SIZES, layer, normal, step
 
 INDEX = SETTINGS["learned ranking"]
 
@@ -28,16 +28,6 @@ def compiled():
 
     yield compile
     torch.compiler.reset()
-
-
-def results(run, layer, x, call):
-    """The output, and gradients of the input and of all parameters."""
-    x = x.clone().requires_grad_()
-    out = run(x, **call)
-    loss = sum(t.square().sum() for t in (out if isinstance(out, tuple) else (out,)))
-    parameters = [p for p in layer.parameters() if p.requires_grad]
-    grads = torch.autograd.grad(loss, [x, *parameters], allow_unused=True)
-    return [out, *grads]
 
 
 # what a layer is, and how it is called at n tokens
@@ -71,8 +61,8 @@ def test_one_graph_for_any_length(settings, call, compiled):
     for n in (40, 57):
         x, given = torch.randn(1, n, DIM), CALLS[call](n)
         # in this order: the first call ever changes what einops knows, for which it compiles anew
-        expected = results(module, module, x, given)
-        torch.testing.assert_close(results(run, module, x, given), expected, atol=1e-4, rtol=1e-4)
+        expected = step(module, x, **given)
+        torch.testing.assert_close(step(module, x, run, **given), expected, atol=1e-4, rtol=1e-4)
         graphs = graphs or counter.frame_count  # dynamo may begin the first again
     assert counter.frame_count == graphs
 

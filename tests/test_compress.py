@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from native_sparse_attention import SparseAttention, compress
 from native_sparse_attention.compress import MeanPool, SumPool, default_compress_mlp
 from tests.helpers.budget import DEVICE
-from tests.helpers.layers import networks_of
+from tests.helpers.layers import networks_of, step
 
 H, L, D = 2, 5, 4
 
@@ -31,16 +31,6 @@ def build(name: str) -> nn.Module:
     for p in net.parameters():
         nn.init.normal_(p, std=0.5)
     return net
-
-
-def published_default(published, version: str, expand_factor: float) -> nn.Module:
-    kwargs = dict(
-        dim=8, dim_head=D, heads=H, sliding_window_size=2, compress_block_size=L,
-        selection_block_size=L, num_selected_blocks=1, compress_mlp_expand_factor=expand_factor,
-    )  # fmt: skip
-    if version == "0.2.3":
-        kwargs["compress_block_sliding_stride"] = L
-    return published(version).SparseAttention(**kwargs).k_compress
 
 
 def assert_same_network(ours: nn.Module, theirs: nn.Module) -> None:
@@ -75,7 +65,11 @@ def test_agrees_with_published(name, published):
 @pytest.mark.parametrize("version", ["0.2.3", "0.1.12"])
 @pytest.mark.parametrize("expand_factor", [1.0, 0.3])
 def test_default_agrees_with_published(version, expand_factor, published):
-    theirs = published_default(published, version, expand_factor)
+    kwargs = dict(
+        dim=8, dim_head=D, heads=H, sliding_window_size=2, compress_block_size=L,
+        selection_block_size=L, num_selected_blocks=1, compress_mlp_expand_factor=expand_factor,
+    ) | (dict(compress_block_sliding_stride=L) if version == "0.2.3" else {})  # fmt: skip
+    theirs = published(version).SparseAttention(**kwargs).k_compress
     assert_same_network(default_compress_mlp(D, L, expand_factor), theirs)
 
 
@@ -183,14 +177,6 @@ def with_copies(layer: SparseAttention) -> SparseAttention:
     return layer
 
 
-def results(layer: SparseAttention, x: Tensor) -> list[Tensor]:
-    x = x.clone().requires_grad_()
-    out = layer(x)
-    leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
-    loss = (out * torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out)).sum()
-    return [out, *torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True)]
-
-
 @pytest.mark.slow(one_of=4)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("n", [0, 2, 3, 6, 13, 24])
@@ -199,7 +185,7 @@ def results(layer: SparseAttention, x: Tensor) -> list[Tensor]:
 def test_windows_without_copies(name, l, d, n, causal):
     layer = layer_of(name, l, d, causal=causal, backend="eager").double()
     x = torch.randn(2, n, 8, dtype=torch.float64, device=DEVICE)
-    torch.testing.assert_close(results(layer, x), results(with_copies(layer), x))
+    torch.testing.assert_close(step(layer, x), step(with_copies(layer), x))
 
 
 @pytest.mark.slow(one_of=8)
@@ -225,9 +211,9 @@ def test_means_by_the_kernel(name, dtype, branches, l, d, n, causal):
     x, ways = torch.randn(2, n, 8, device=DEVICE).to(dtype), []
     for backend in ("eager", "triton"):
         layer.backend = backend
-        ways.append(results(layer, x))
+        ways.append(step(layer, x))
     layer.backend = "eager"
-    exact = results(with_copies(layer.double()), x.double())
+    exact = step(with_copies(layer.double()), x.double())
     for right, low, actual in zip(exact, *ways, strict=True):
         assert actual.shape == right.shape and actual.dtype == low.dtype
         error, allowed = ((t.double() - right).abs().max() for t in (actual, low))

@@ -98,10 +98,15 @@ def randomize(module):
     return module
 
 
-def step(module, x):
-    """The output, and the gradients of the input and of all parameters."""
-    out = module(x)
-    return [out, *torch.autograd.grad(out.float().square().sum(), [x, *module.parameters()])]
+def step(module, x, run=None, **call):
+    """The output, and the gradients of the input and of all parameters, of a module or of what runs
+    it in its place."""
+    x = x.detach().requires_grad_()
+    out = (module if run is None else run)(x, **call)
+    outs = out if isinstance(out, tuple) else (out,)
+    loss = sum(t.to(torch.promote_types(t.dtype, torch.float32)).square().sum() for t in outs)
+    leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
+    return [out, *torch.autograd.grad(loss, leaves, materialize_grads=True)]
 
 
 def normal(*shape, dtype=torch.float64):
