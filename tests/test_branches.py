@@ -14,7 +14,7 @@ from native_sparse_attention.ops.branches import TOLD
 from native_sparse_attention.rotary import Rotary, rotate
 from native_sparse_attention.transformer import Attention
 from tests.helpers.decoder import Decoder
-from tests.helpers.layers import DIM, close, layer, normal
+from tests.helpers.layers import DIM, close, layer, normal, projected
 
 BRANCHES = ("compressed", "selected", "window")
 SUBSETS = [some for r in (1, 2, 3) for some in itertools.combinations(BRANCHES, r)]
@@ -92,11 +92,7 @@ def rotated(t):
 
 def as_dense(module, x):
     """Dense attention with the weights of a layer."""
-    x = module.norm(x)
-    q, k, v = (
-        t.unflatten(-1, (-1, module.dim_head)).transpose(1, 2)
-        for t in module.to_qkv(x).split(module.qkv_split, dim=-1)
-    )
+    q, k, v = projected(module, x)
     q, k = map(rotated, (q, k))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=module.causal, enable_gqa=True)
     return module.combine_heads(out.transpose(1, 2).flatten(2))
@@ -243,15 +239,11 @@ def test_dense_at_run_time():
 def test_ranking_on_rotated_keys():
     module = layer(**ONE, rank_rotated=True)
     x = normal(1, 70, DIM)
-    rows = module.norm(x)
-    q, k, v = (
-        t.unflatten(-1, (-1, 8)) for t in module.to_qkv(rows).split(module.qkv_split, dim=-1)
-    )
-    q, k = (rotated(t.transpose(1, 2)) for t in (q, k))
+    q, k, v = projected(module, x)
+    q, k = map(rotated, (q, k))
     windows = F.pad(k, (0, 0, 4, 0)).unfold(2, 8, 4).mean(-1)
-    out = nsa.native_sparse_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v, windows.transpose(1, 2), **SIZES, **ONE
-    )
+    tensors = (t.transpose(1, 2) for t in (q, k, v, windows))
+    out = nsa.native_sparse_attention(*tensors, **SIZES, **ONE)
     close(module(x), module.combine_heads(out.flatten(2)))
 
 

@@ -10,19 +10,15 @@ from native_sparse_attention import SparseAttention, Transformer, recipes
 from native_sparse_attention.recipes import ranking_alone, set_dense
 from native_sparse_attention.rotary import rotate
 from native_sparse_attention.varlen import layout
-from tests.helpers.layers import DIM, TOKENS, layer, normal
+from tests.helpers.layers import DIM, TOKENS, layer, normal, projected
 
 INDEX = dict(TOKENS, importance="index", num_local_blocks=1)
 
 
 def heads_of(module, x):
     """q, k, v, index queries and index keys [b h n d], rotated."""
-    x = module.norm(x)
-    q, k, v = (
-        t.unflatten(-1, (-1, module.dim_head)).transpose(1, 2)
-        for t in module.to_qkv(x).split(module.qkv_split, dim=-1)
-    )
-    index = module.to_index(x).unflatten(-1, (-1, module.index_dim)).transpose(1, 2)
+    q, k, v = projected(module, x)
+    index = module.to_index(module.norm(x)).unflatten(-1, (-1, module.index_dim)).transpose(1, 2)
     q, k, index = rotate(module.rotary_emb, [q, k, index])
     return q, k, v, index[:, : module.kv_heads], index[:, module.kv_heads :]
 

@@ -98,6 +98,12 @@ def randomize(module):
     return module
 
 
+def projected(module, x):
+    """q, k and v [b h n d] of a layer."""
+    parts = module.to_qkv(module.norm(x)).split(module.qkv_split, dim=-1)
+    return [t.unflatten(-1, (-1, module.dim_head)).transpose(1, 2) for t in parts]
+
+
 def step(module, x, run=None, **call):
     """The output, and the gradients of the input and of all parameters, of a module or of what runs
     it in its place."""
