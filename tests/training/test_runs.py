@@ -22,10 +22,8 @@ from tests.training.test_train_enwik8 import (
     finished,
     in_process,
     metrics,
-    read,
     refused,
     script,
-    wait_for,
 )
 from training import runs
 from training.runs import load_model
@@ -267,7 +265,10 @@ def test_one_writer_at_a_time_and_readers_beside_it(folder, tmp_path, signum):
     args = ["--data", folder / "data", "--out-dir", "out", "--name", "busy", *PLAN]
     start = command(*args, "--steps", 100000, "--save-every", 1000)
     with subprocess.Popen(start, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
-        wait_for(lambda: len(read(run / "metrics.jsonl").splitlines()) > 6, process)
+        end, lines = time.monotonic() + 60, run / "metrics.jsonl"
+        while not lines.exists() or len(lines.read_text().splitlines()) <= 6:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.002)
         link = tmp_path / "link"
         link.symlink_to(run)
         owner = f"is being written by process {process.pid} on "

@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -101,17 +100,6 @@ def test_commands_to_copy_quote_the_name_of_a_run(tmp_path, text):
     last = done.stdout.splitlines()[-1]
     words = shlex.split(last.partition(": ")[2])
     assert words[1:] == ["train_enwik8.py", "--sample", "runs/of a name", "--prompt", "TEXT"]
-
-
-def read(path):
-    return path.read_text() if path.exists() else ""
-
-
-def wait_for(condition, process, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.002)
 
 
 def test_one_softmax(tmp_path, text):
@@ -208,13 +196,23 @@ def test_text_is_decoded_across_bytes_and_kept_from_the_terminal():
         (["--unknown"], "unrecognized arguments: --unknown"),
         (["--resume", "runs/whole", "--steps", 28, "--dim", "32"], "--dim 32 was 16 in"),
         (["--resume", "runs/whole", "--name", "other"], "--name does not go with --resume"),
+        *(
+            (["--sample", "runs/whole", "--device", "cpu", name, value], said or name.strip("-"))
+            for name, value, said in (
+                *(("--top-p", "2", "top_p"), ("--filter-thres", "1.5", "filter_thres")),
+                *(("--dim", "16", ""), ("--top-k", "0", "top_k"), ("--prompt", "\ud800", "ud800")),
+                *(("--temperature", value, "") for value in ("nan", "inf", "-1", "hot")),
+                *(("--seed", "-1", ""), ("--seed", str(2**63), "")),
+                *(("--max-new-tokens", "0", ""), ("--out-dir", "there", ""), ("--name", "new", "")),
+            )
+        ),
     ],
 )
 def test_bad_input(trained, text, args, said):
     cwd = trained[0]
     (cwd / "short.txt").write_bytes(b"x" * 100)
     before = {path: path.read_bytes() for path in cwd.rglob("*") if path.is_file()}
-    if "--resume" not in args:
+    if not {"--resume", "--sample"} & set(args):
         args = [*TINY, *([] if "--data" in args else ["--data", text]), *args]
     assert said in refused(in_process(cwd, *args))
     assert before == {path: path.read_bytes() for path in cwd.rglob("*") if path.is_file()}
@@ -242,21 +240,6 @@ def in_process(cwd, *args):
         signal.signal(signal.SIGINT, handlers[0])
         signal.signal(signal.SIGTERM, handlers[1])
     return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        *(["--top-p", "2"], ["--filter-thres", "1.5"], ["--dim", "16"], ["--top-k", "0"]),
-        *(["--temperature", value] for value in ("nan", "inf", "-1", "hot")),
-        *(["--seed", "-1"], ["--seed", str(2**63)], ["--max-new-tokens", "0"]),
-        *(["--out-dir", "there"], ["--name", "new"], ["--prompt", "\ud800"]),
-    ],
-)
-def test_bad_sampling_options(trained, args):
-    name = "ud800" if "\ud800" in args else args[0].strip("-").replace("-", "_")
-    done = in_process(trained[0], "--sample", "runs/whole", "--device", "cpu", *args)
-    assert name in refused(done).replace("-", "_") and not done.stdout
 
 
 # without what a program is used to
