@@ -282,25 +282,16 @@ def test_pictures_can_be_drawn(name, folder, tmp_path, monkeypatch):
         assert sum(path.stat().st_size for path in committed.values()) < 400_000
 
 
-def published_files() -> list[Path]:
-    """What a reader of the repository sees, less pictures, other people's data and packages."""
+def test_nothing_private_is_published():
+    """In what a reader of the repository sees, less pictures, other people's data and packages."""
     folders = (PACKAGE, "tests", "docs", "examples", "benchmarks", "training", ".ci", ".github")
     kinds = {".py", ".md", ".toml", ".yml", ".yaml", ".sh", ".js", ".css", ".cff", ""}
     inside = [path for folder in folders for path in (ROOT / folder).rglob("*")]
-    return sorted(
-        path
-        for path in [*ROOT.iterdir(), ROOT / "data" / "README.md", *inside]
-        if path.is_file()
-        and path.suffix in kinds
-        and path.name != ".git"
-        and ".published" not in path.parts
-    )
-
-
-def test_nothing_private_is_published():
     found = [
         f"{what}: {relative(path)}:{number}: {line.strip()}"
-        for path in published_files()
+        for path in sorted([*ROOT.iterdir(), ROOT / "data" / "README.md", *inside])
+        if path.is_file() and path.suffix in kinds
+        if path.name != ".git" and ".published" not in path.parts
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         for what, pattern in FORBIDDEN.items()
         if pattern.search(line)

@@ -18,10 +18,6 @@ RULES = pretrained.grid((BLOCK,), (8, 16, 16))
 CHOOSING = [rule for rule in RULES if rule.n]
 
 
-def label(rule):
-    return pretrained.title({**rule.row()})
-
-
 def draw(length=S, heads=6, kv_heads=2, width=16):
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, length, h, width) for h in (heads, kv_heads, kv_heads)]
@@ -59,7 +55,7 @@ def test_all_blocks_selected_is_dense_attention(length):
     torch.testing.assert_close(pretrained.attend(rule, q, k, v), dense(q, k, v))
 
 
-@pytest.mark.parametrize("rule", CHOOSING, ids=label)
+@pytest.mark.parametrize("rule", CHOOSING, ids=lambda rule: pretrained.title(rule.row()))
 def test_rules_attend_to_what_they_choose(rule):
     """The output is the softmax over forced and chosen blocks, of which there are none twice."""
     q, k, v = draw()

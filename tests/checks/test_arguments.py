@@ -230,6 +230,10 @@ BASES = CALLS | {
         | dict.fromkeys("kv", X[:1].unflatten(2, (2, 8))),
     ),
     "documents": CALLS["window"],
+    "mha backward": (nsa.mha_reference_bwd, dict(
+        dict.fromkeys(("q", "k", "v", "o", "do"), torch.zeros(B, H, T, D)), ab=None,
+        segment_ids=None, **dict.fromkeys("lm", torch.zeros(B, H, T)),
+    )),
     "own rankings": (nsa.native_sparse_attention, dict(
         {n: t for n, t in CALLS["whole"][1].items() if n not in ("cv", "branch_gates")},
         **ONE, query_heads_share_selected_kv=False,
@@ -470,6 +474,10 @@ REFUSED = {
         "ab must broadcast to [B H T S] = [2, 4, 16, 16]": dict(ab=torch.zeros(3, T, T)),
         "float32 or float64 on cpu, got a torch.int64": dict(ab=torch.zeros(T, T).long()),
         "k has H=2 but q has H=4": dict(k=torch.zeros(B, K, T, D)),
+    },
+    "mha backward": {
+        "do has E=3 but v has E=8": dict(do=torch.zeros(B, H, T, 3)),
+        "l has T=3 but q has T=16": dict(l=torch.zeros(B, H, 3)),
     },
     "MLP": {"leaves at least one hidden unit of 4": {}, "start must be one of": dict(start="mean")},
     "GroupedMLP": {"leaves at least one hidden unit of 4, got 0.0": {}},

@@ -13,12 +13,6 @@ from tests.helpers.tiny_models import checkpoint, close, native, padded, prompts
 TEXT = b"the quick brown fox jumps over the lazy dog, and then it runs home. " * 12
 
 
-def batch_of(lengths=(33, 40)):
-    batch = padded(prompts(*lengths), left=True)
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    return dict(batch, labels=labels)
-
-
 def gradients(model, batch, **given):
     model.zero_grad()
     torch.manual_seed(3)  # of the queries of a ranking
@@ -28,7 +22,9 @@ def gradients(model, batch, **given):
 
 
 def test_a_ranking_learns_beside_the_model():
-    model, batch = native("index", ranking_queries=16, dense_layers=[0]).train(), batch_of()
+    model = native("index", ranking_queries=16, dense_layers=[0]).train()
+    batch = padded(prompts(33, 40), left=True)
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     out, found = gradients(model, batch)
     assert out.ranking_loss > 0
     names = {name for name in found if "to_index" in name}

@@ -50,15 +50,11 @@ def expected(scores, n):
     return torch.nn.functional.pad(order, (0, n - order.shape[1]), value=-1)
 
 
-def in_one_list(C, columns):
-    """Whether blocks 0 .. C - 1 go to the first list."""
-    c = torch.arange(C)
-    return (c ^ (((c & -columns) * 2531 >> 12) & (columns - 1))) % columns == 0
-
-
 def patterns(C, columns):
     ascending = torch.arange(C).float()
-    one_list = in_one_list(C, columns) if columns else ascending % 8 == 0
+    one_list, c = ascending % 8 == 0, torch.arange(C)
+    if columns:  # blocks that go to the first list
+        one_list = (c ^ (((c & -columns) * 2531 >> 12) & (columns - 1))) % columns == 0
     some = torch.randn(M, C)
     some[torch.rand(M, C) < 0.5] = float("-inf")
     few = torch.full((C,), float("-inf"))
