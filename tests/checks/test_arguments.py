@@ -475,6 +475,10 @@ REFUSED = {
         "float32 or float64 on cpu, got a torch.int64": dict(ab=torch.zeros(T, T).long()),
         "k has H=2 but q has H=4": dict(k=torch.zeros(B, K, T, D)),
     },
+    "dense": {
+        "heads=4 and kv_heads=3": dict.fromkeys("kv", torch.zeros(B, 3, T, D)),
+        "v has S=7 but k has S=16": dict(v=torch.zeros(B, H, 7, D)),
+    },
     "mha backward": {
         "do has E=3 but v has E=8": dict(do=torch.zeros(B, H, T, 3)),
         "l has T=3 but q has T=16": dict(l=torch.zeros(B, H, 3)),

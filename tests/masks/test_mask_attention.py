@@ -3,7 +3,6 @@ against the formula, forward and backward."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
@@ -144,17 +143,6 @@ def test_rows_that_see_nothing(flex_gradients):
     # no key at all
     out = masks.dense_attention(*(torch.randn(1, 1, n, 8) for n in (3, 0, 0)))
     assert torch.equal(out, torch.zeros(1, 1, 3, 8))
-
-
-def test_grouped_heads_and_scale():
-    q, k, v = torch.randn(2, 6, 7, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 5)
-    out = masks.dense_attention(q, k, v, scale=0.3)
-    expected = F.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(out, expected)
-    with pytest.raises(ValueError, match="heads=6 and kv_heads=4"):
-        masks.dense_attention(q, *(torch.randn(2, 4, 9, 8) for _ in range(2)))
-    with pytest.raises(ValueError, match="v has S=8 but k has S=9"):
-        masks.dense_attention(q, k, v[:, :, 1:])
 
 
 FACTORIES = {
