@@ -130,18 +130,15 @@ def test_static_sparse_cache_keeps_windows(l, d, monkeypatch):
         close(steps(model, ids, cache, 33), expected[:, 33:])
 
 
-@pytest.mark.parametrize(
-    "make, settings, message",
-    [
+def test_wrong_arguments():
+    for make, settings, message in (
         (StaticSparseCache, dict(config=None, max_cache_len=8), "config must be model.config"),
         (SparseCache, dict(config=None), "config must be model.config, got None"),
         (StaticSparseCache, dict(max_cache_len=0), "max_cache_len must be an integer of at least"),
         (StaticSparseCache, dict(max_cache_len=8.0), "max_cache_len must be .* got 8.0"),
-    ],
-)
-def test_wrong_arguments(make, settings, message):
-    with pytest.raises(ValueError, match=message):
-        make(**dict(config=tiny().config) | settings)
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**dict(config=tiny().config) | settings)
 
 
 @pytest.mark.slow(one_of=2)

@@ -164,13 +164,6 @@ def test_reading(name, causal):
     assert_mass(module, x.detach(), reading)
 
 
-@pytest.mark.parametrize("settings", [dict(soft_cap=0.5), dict(attention_sinks=True)])
-@pytest.mark.parametrize("name", ["probs", "one softmax"])
-def test_mass_has_the_soft_cap_and_no_sinks(name, settings):
-    module, x = made(name, **settings), 3 * tokens()
-    assert_mass(module, x, read(module, x))
-
-
 @pytest.mark.slow(one_of=6)
 @pytest.mark.parametrize("length", [0, 1, 3, 7, 8, 9, 17])
 @pytest.mark.parametrize("causal", [True, False])
