@@ -13,7 +13,7 @@ from native_sparse_attention.masks import (
     create_sliding_mask,
 )
 from native_sparse_attention.masks.nsa import TILE
-from tests.helpers.pictures import assert_torchs_tiles, drawn
+from tests.helpers.pictures import assert_torchs_tiles
 from tests.helpers.pictures import dense as allowed
 
 CPU = torch.device("cpu")
@@ -105,26 +105,6 @@ def test_offset_is_a_slice(causal):
         mask = masks.nsa.selected_block_mask(rows, ends[:, offset:], S, 32)
         assert torch.equal(dense(mask), dense(whole)[:, :, offset:])
         assert_torchs_tiles(mask, superset=True)
-
-
-def test_forced_blocks_by_hand():
-    """Blocks of 2, the first and the last two ones: query 6 is in block 3, query 0 in block 0."""
-    none = torch.full((1, 1, 7, 1), -1)
-    found = masks.nsa.block_membership(none, 4, 2, num_initial_blocks=1, num_local_blocks=2)
-    expected = """
-        x...
-        x...
-        xx..
-        xx..
-        xxx.
-        xxx.
-        x.xx
-    """
-    assert torch.equal(found[0, 0, :, :4], drawn(expected))
-    found = masks.nsa.block_membership(none, 4, 2, num_initial_blocks=6, num_local_blocks=0)
-    assert torch.equal(found[0, 0, :, :4], torch.arange(4) <= torch.arange(7)[:, None] // 2)
-    found = masks.nsa.block_membership(none, 4, 2, causal=False, num_initial_blocks=1)
-    assert torch.equal(found[0, 0, :, :4], (torch.arange(4) < 1).expand(7, 4))
 
 
 def test_masks_are_kept_by_shape_and_fit_for_training():

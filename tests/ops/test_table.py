@@ -59,6 +59,7 @@ CASES = {
         "blocks twice": dict(repeated=True),
         "initial and local": dict(num_initial_blocks=1, num_local_blocks=2),
         "initial alone": dict(num_initial_blocks=2, num_local_blocks=0),
+        "initial, two-sided": dict(num_initial_blocks=1, causal=False),
         "no local": dict(num_local_blocks=0, sinks=True),
         "forced alone": dict(n=0, num_initial_blocks=1),
         "nothing": dict(n=0, num_local_blocks=0),

@@ -162,20 +162,13 @@ def test_wrong_settings(run, name, value, said):
         assert str(path) in found and said in found
 
 
-def append(line):
-    return lambda path: path.write_text(path.read_text() + line + "\n")
-
-
-def replace(text):
-    return lambda path: path.write_text(text, encoding="latin-1")
-
-
 HARMED = [(NEWEST + kind, Path.unlink, "missing") for kind in KINDS[:2]]
 HARMED += [
-    ("metrics.jsonl", append(line), "broken") for line in ("no json", "[]", "{}", '{"step": "1"}')
+    ("metrics.jsonl", lambda p, line=line: p.write_text(f"{p.read_text()}{line}\n"), "broken")
+    for line in ("no json", "[]", "{}", '{"step": "1"}')
 ]
 HARMED += [
-    ("config.json", replace(text), "broken")
+    ("config.json", lambda path, text=text: path.write_text(text, encoding="latin-1"), "broken")
     for text in ("", "{", "[]", "{}", '{"settings": 1}', "\xff")
 ]
 

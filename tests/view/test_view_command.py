@@ -43,15 +43,6 @@ def told_error(capsys, program="training.view"):
     return line.removeprefix(prefix)
 
 
-def test_page_of_a_run(folder, tmp_path, capsys):
-    out = tmp_path / "page.html"
-    assert view(folder, "--out", out) == 0
-    told = capsys.readouterr()
-    assert told.out.startswith(f"{out}: {len(TEXT)} tokens; ") and told.err == ""
-    data = content_of(out.read_text())
-    assert "".join(data["texts"]) == TEXT and len(data["layers"]) == 1
-
-
 def test_options(folder, tmp_path, capsys):
     out = tmp_path / "page.html"
     out.write_text("of before")
@@ -67,9 +58,11 @@ def test_as_a_module(folder, capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "training.view")
     monkeypatch.setattr(sys, "argv", ["", "runs/whole", "--text", "text", "--layers", "0"])
     runpy.run_module("training.view", run_name="__main__")
-    told = capsys.readouterr()
-    assert told.out.startswith("view.html: ") and told.err == ""
-    (folder / "view.html").unlink()
+    told, out = capsys.readouterr(), folder / "view.html"
+    assert told.out.startswith(f"view.html: {len(TEXT)} tokens; ") and told.err == ""
+    data = content_of(out.read_text())
+    assert "".join(data["texts"]) == TEXT and len(data["layers"]) == 1
+    out.unlink()
 
 
 @pytest.mark.parametrize(
