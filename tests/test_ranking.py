@@ -187,28 +187,6 @@ def test_autocast_and_checkpoint():
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_transformer(checkpointing):
-    torch.manual_seed(0)
-    index = dict(TOKENS, importance="index", selection_block_size=8, num_selected_blocks=1)
-    model = Transformer(
-        16, DIM, 2, 8, 4, 2, use_sparse_attn=True, activation_checkpointing=checkpointing,
-        sparse_attn_kwargs=dict(index, sliding_window_size=4),
-    )  # fmt: skip
-    ids = torch.randint(16, (2, 60))
-    seeded = dict(ranking_queries=7, generator=torch.Generator().manual_seed(3))
-    out, loss = model(ids, return_loss=True, **seeded)
-    loss.backward()
-    named = dict(model.named_parameters())
-    trained = [name for name, p in named.items() if p.grad is not None and p.grad.any()]
-    assert trained == [f"layers.{i}.0.to_index.weight" for i in range(2)]
-    torch.testing.assert_close(model(ids, return_loss=True), out)
-    seeded["generator"].manual_seed(3)
-    assert torch.equal(model(ids, return_loss=True, **seeded)[1], loss)
-    packed = model(ids[:1], cu_seqlens=torch.tensor([0, 25, 60]), **seeded)[1]
-    assert packed.isfinite() and packed > 0
-
-
 # recipes
 
 

@@ -171,6 +171,12 @@ def test_local_layers_rank_nothing():
     loss, ranking = net(ids, return_loss=True, ranking_queries=8)
     (loss + ranking).backward()
     assert all(p.grad is not None for p in net.parameters()) and ranking > 0
+    torch.testing.assert_close(net(ids, return_loss=True), loss)
+    generators = [torch.Generator().manual_seed(seed) for seed in (3, 3, 4)]
+    drawn = [net(ids, return_loss=True, ranking_queries=8, generator=g)[1] for g in generators]
+    assert drawn[0] == drawn[1] != drawn[2]
+    _, packed = net(ids[:1], cu_seqlens=torch.tensor([0, 25, 60]), ranking_queries=8)
+    assert packed.isfinite() and packed > 0
     mask = torch.ones(2, 60, dtype=torch.bool)
     mask[1, :25] = False
     out, _ = net(ids, mask=mask, ranking_queries=8)

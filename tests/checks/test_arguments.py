@@ -3,7 +3,6 @@ good ones of unusual types."""
 
 import inspect
 import re
-import warnings
 
 import numpy as np
 import pytest
@@ -538,12 +537,3 @@ def test_rows_of_a_cache_are_no_booleans():
     cache.truncate(np.int64(0))
     with pytest.raises(ValueError, match="device must be"):
         cache.lengths_on("nothing")
-
-
-def test_traced_graphs_ask_for_no_ids():
-    net = Transformer(**MODEL)
-    ids = torch.zeros(1, 4, dtype=torch.long)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.export.export(net, (ids,))
-    torch.testing.assert_close(program.module()(ids), net(ids))

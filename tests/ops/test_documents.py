@@ -7,7 +7,7 @@ import torch
 from native_sparse_attention import native_sparse_attention, sliding_window_attention
 from native_sparse_attention import varlen as docs
 from tests.helpers.budget import DEVICE, running
-from tests.helpers.calls import DOCUMENTS, RANKING, draw
+from tests.helpers.calls import DOCUMENTS, draw
 
 
 def test_layout_by_hand():
@@ -55,18 +55,6 @@ def test_moving_there_and_back():
     torch.testing.assert_close(grad, 2 * x)
 
 
-def test_block_indices_of_branches_that_select_none():
-    q, k, v = (torch.randn(8, h, 8, dtype=torch.float64, device=DEVICE) for h in (4, 2, 2))
-    kwargs = RANKING | dict(sliding_window_size=5, branches=("window",))
-    ends = torch.tensor([0, 5, 8], device=DEVICE)
-    out, indices = native_sparse_attention(
-        q, k, v, **kwargs, causal=True, return_indices=True, cu_seqlens=ends
-    )
-    assert indices is None
-    window = sliding_window_attention(q, k, v, sliding_window_size=5, cu_seqlens=ends)
-    torch.testing.assert_close(out, window)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_of_ids_and_padding(causal):
     """Several rows, padding on both sides and within: each document alone, and 0 elsewhere."""
@@ -91,6 +79,9 @@ def test_packed_without_a_batch():
     found = call._replace(tensors=flat)("eager", return_indices=True)
     for a, b in zip(found, call("eager", return_indices=True)):
         assert torch.equal(a, b[0])
+    settings = call.settings | dict(branches=("window",), return_indices=True)
+    out, indices = native_sparse_attention(*(flat[name] for name in "qkv"), **settings)
+    assert out.shape == flat["q"].shape and indices is None  # nothing is selected
 
 
 @pytest.mark.parametrize("causal", [True, False])

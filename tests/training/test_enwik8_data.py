@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from native_sparse_attention import Transformer
-from tests.training.test_train_enwik8 import TINY, finished, in_process, refused
 from training import data
 from training.batches import batch_of, batches, segments
 from training.errors import UserError
@@ -96,16 +95,6 @@ def test_packed_losses_do_not_depend_on_the_batch():
     assert bits[0] == pytest.approx(bits[1], rel=1e-5)
     alone = np.full(130, ord("|"), dtype=np.uint8)  # every byte is a document
     assert evaluate(net, alone, settings(1, 1), 64) == 0
-
-
-def test_training_on_packed_documents(tmp_path):
-    page = b"<page>" + bytes(range(97, 123)) + b"</page>"
-    (tmp_path / "pages").write_bytes(page * 300)
-    plan = ("--data", "pages", "--pack", "<page>", "--name", "a", "--steps", 2, *TINY)
-    finished(in_process(tmp_path, *plan))
-    assert json.loads((tmp_path / "runs/a/config.json").read_text())["settings"]["pack"]
-    said = refused(in_process(tmp_path, *plan, "--pack", "<p>", "--name", "b"))
-    assert "--pack <p> begins no document" in said
 
 
 def zipped(content):
