@@ -74,9 +74,22 @@ def resources(cubin: bytes) -> str:
     return " ".join(re.findall(r"(?:REG|STACK):\d+", shown))
 
 
+def stand_in(capability, launched):
+    """For a GPU of that capability, whose launches do what `launched` does. Its limits."""
+    JITFunction.run = launched
+    driver.set_active(Driver(capability))
+    rows = launch.ARCHITECTURES.get(divmod(capability, 10), launch.ELSEWHERE)
+    if capability < 90:
+        launch.supports_tma = lambda *_: False
+    elif launch.triton_is_known():
+        launch.supports_gluon = lambda *_: True
+        launch.multiprocessors = lambda *_: 132
+    launch.architecture = lambda: rows
+    return rows
+
+
 def compile_only(capability: int) -> None:
     run, seen = JITFunction.run, set()
-    rows = launch.ARCHITECTURES.get(divmod(capability, 10), launch.ELSEWHERE)
 
     def compiled(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
@@ -87,14 +100,7 @@ def compile_only(capability: int) -> None:
             assert shared <= rows.shared_memory, f"{name} takes {shared} bytes"
         return kernel
 
-    JITFunction.run = compiled
-    driver.set_active(Driver(capability))
-    if capability < 90:
-        launch.supports_tma = lambda *_: False
-    elif launch.triton_is_known():
-        launch.supports_gluon = lambda *_: True
-        launch.multiprocessors = lambda *_: 132
-    launch.architecture = lambda: rows
+    rows = stand_in(capability, compiled)
     triton_backend.why_not = lambda *_, **__: []
 
 

@@ -13,23 +13,11 @@ import sys
 import compile_kernels
 import torch
 from torch.profiler import ProfilerActivity, profile
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from benchmarks.problem import Setting
 from native_sparse_attention.config import AttentionConfig
-from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.ops.call import Call
 from native_sparse_attention.ops.triton import backend
-
-
-def stand_in() -> None:
-    """For a Hopper."""
-    JITFunction.run = lambda *_, **__: None
-    driver.set_active(compile_kernels.Driver(90))
-    launch.supports_gluon = lambda *_: True
-    launch.multiprocessors = lambda *_: 132
-    launch.architecture = lambda: launch.ARCHITECTURES[9, 0]
 
 
 def step(at: Setting) -> None:
@@ -57,7 +45,7 @@ def peak(at: Setting) -> float:
 
 
 if __name__ == "__main__":
-    stand_in()
+    compile_kernels.stand_in(90, lambda *_, **__: None)
     for case in sys.argv[1:]:
         T, heads, stride = case.split(":")
         H, K = heads.split("/")
