@@ -15,7 +15,6 @@ from tests.helpers.layers import DIM, layer
 
 kernels = pytest.mark.kernels
 
-SOME = dict.fromkeys(NAMES[:6], 16)
 # every size another than its neighbour's
 FEW = BlockSizes(*(16, 32, 32, 16, 16, 32), *(32, 16, 16, 32, 32, 16), *(16, 32, 32, 16, 16, 16))
 MANY = BlockSizes(*(64, 32, 16, 64, 32, 64), *(64, 16, 32, 64, 16, 64), *(64, 16, 16, 64, 64, 64))
@@ -31,7 +30,10 @@ def test_what_is_no_size(name, size):
         message = f"^{name} must be a power of two from 16 to"
     with pytest.raises(ValueError, match=message):
         BlockSizes(**sizes)
-    assert FEW.has_backward_blocks and not BlockSizes(**SOME).has_backward_blocks
+    assert (
+        FEW.has_backward_blocks
+        and not BlockSizes(**dict.fromkeys(NAMES[:6], 16)).has_backward_blocks
+    )
 
 
 def test_without_kernels_nothing_reads_them():

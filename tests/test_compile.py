@@ -14,8 +14,6 @@ from tests.helpers.budget import DEVICE
 from tests.helpers.decoder import Decoder
 from tests.helpers.layers import DIM, SETTINGS, SIZES, layer, normal, step
 
-INDEX = SETTINGS["learned ranking"]
-
 
 @pytest.fixture
 def compiled():
@@ -46,7 +44,7 @@ FORMS = [
     (SETTINGS["shared rankings, probs"], "padded"),
     (SETTINGS["one softmax"], "packed"),
     (SETTINGS["default"], "packed"),
-    (INDEX, "ranking loss"),
+    (SETTINGS["learned ranking"], "ranking loss"),
 ]
 
 

@@ -53,19 +53,6 @@ def test_a_layer_keeps_what_it_is_given():
     assert (config.selection_block_size, config.sliding_window_size) == (64, 512)
 
 
-def test_a_scale_of_its_own():
-    torch.manual_seed(0)
-    plain, scaled, other = (
-        SparseAttention.from_config(NSAConfig(**SIZES, causal=True, scale=scale))
-        for scale in (None, 8**-0.5, 0.1)
-    )
-    for layer in (scaled, other):
-        layer.load_state_dict(plain.state_dict())
-    x = torch.randn(1, 24, 16)
-    torch.testing.assert_close(scaled(x), plain(x))
-    assert not torch.allclose(other(x), plain(x))
-
-
 def test_attributes_make_another_config_and_are_checked():
     """Of a layer and of its copies, each for itself."""
     first = SparseAttention(**SIZES, causal=True)
@@ -87,6 +74,10 @@ def test_attributes_make_another_config_and_are_checked():
     wide = first(x)
     first.num_selected_blocks = 3
     torch.testing.assert_close(first(x), wide)
+    first.scale = 8**-0.5  # what None stands for
+    torch.testing.assert_close(first(x), wide)
+    first.scale = 0.1
+    assert not torch.allclose(first(x), wide)
     first.selection_block_size = 16
     assert first.config.alignment == first.alignment == 16
 

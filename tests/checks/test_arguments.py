@@ -367,6 +367,9 @@ REFUSED = {
         "ids must be token ids from 0 to 31": dict(ids=torch.tensor([[0, 32]])),
         "got -1": dict(ids=torch.tensor([[-1, 3]])),
         "as new_cache makes it, got 0 of them": dict(cache=[]),
+        "as new_cache makes it, got 'x'": dict(cache="x"),
+        "cache[0] must be a KVCache, got None": dict(cache=[None]),
+        "cache must be None with return_loss=True": dict(cache=[KVCache()], return_loss=True),
         "lengths goes with a cache": dict(lengths=[1, 2]),
         "ranking_queries goes with layers of importance='index'": dict(ranking_queries=3),
         "generator must be a torch.Generator or None, got 3": dict(generator=3),
@@ -495,15 +498,6 @@ def test_refused(call, message):
     function, base = BASES[call]
     with pytest.raises(ValueError, match=re.escape(message)):
         function(**base | REFUSED[call][message])
-
-
-def test_loss_with_a_cache():
-    net, ids = Transformer(**MODEL), torch.zeros(1, 4, dtype=torch.long)
-    with pytest.raises(ValueError, match="cache must be None with return_loss=True"):
-        net(ids, return_loss=True, cache=net.new_cache())
-    for cache in (KVCache(), "x", [None], [KVCache()] * 2):
-        with pytest.raises(ValueError, match="cache"):
-            net(ids, cache=cache)
 
 
 @pytest.mark.parametrize(

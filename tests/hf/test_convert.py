@@ -16,7 +16,7 @@ from native_sparse_attention.hf import (
 )
 from native_sparse_attention.recipes import set_dense
 from native_sparse_attention.view import collect
-from tests.helpers.tiny_models import SPARSE, close, moved, of_parts, prompts, tiny
+from tests.helpers.tiny_models import LLAMA3, SPARSE, close, moved, of_parts, prompts, tiny
 from tests.hf.test_families import FORMS
 
 form = pytest.mark.parametrize("form", FORMS)
@@ -175,8 +175,6 @@ def test_files_that_cannot_be_loaded_are_refused(tmp_path):
 
 # what is refused
 
-DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
-
 
 @pytest.mark.parametrize(
     "family, sizes, settings, message",
@@ -185,7 +183,7 @@ DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
         ("Cohere2", {}, {}, "must have attention of .*, got Cohere2Attention"),
         ("GptOss", {}, {}, "must have attention of .*, got GptOssAttention"),
         ("Phi", dict(qk_layernorm=True), {}, "with LayerNorm"),
-        ("Llama", dict(rope_parameters=DYNAMIC), {}, "rope_type='dynamic'"),
+        ("Llama", dict(rope_parameters=LLAMA3 | dict(rope_type="dynamic")), {}, "pe='dynamic'"),
         ("Mistral", dict(sliding_window=8, rope_parameters=None), {}, "be one with full attention"),
         ("Llama", {}, dict(heads=2), "heads must be 4, which the model decides, got 2"),
         ("Llama", {}, dict(branches=("compressed",)), "branches must hold"),

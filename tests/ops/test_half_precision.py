@@ -13,7 +13,6 @@ from native_sparse_attention.masks import causal, dense_attention, jagged_attent
 from native_sparse_attention.ops import chunked
 
 T, D = 48, 64
-FIRST = torch.zeros(1, T, 2, 1, dtype=torch.int32)
 
 
 def swapped(op):
@@ -29,12 +28,13 @@ def nested(q, k, v):
 
 # causal attention to everything, by all that can compute it
 CAUSAL = dict(causal=True, softmax_scale=D**-0.5)
-SELECTED = dict(block_indices=FIRST, selection_block_size=T, backend="eager")
 CALLS = {
     "window": functools.partial(
         nsa.sliding_window_attention, sliding_window_size=T, backend="eager"
     ),
-    "selected": functools.partial(nsa.selected_attention, **SELECTED),
+    "selected": lambda q, k, v: nsa.selected_attention(
+        q, k, v, torch.zeros(1, T, 2, 1).int(), selection_block_size=T, backend="eager"
+    ),
     "chunked": functools.partial(
         nsa.chunked_attention, causal=True, q_chunk_size=10, k_chunk_size=20
     ),

@@ -13,8 +13,6 @@ from tests.helpers import layers, memory
 from tests.helpers.budget import CUDA, running
 from tests.helpers.calls import draw
 
-WHOLE = 2**40
-
 
 def normal(*shape, dtype=torch.float64):
     return torch.randn(shape, dtype=dtype, requires_grad=True)
@@ -88,7 +86,7 @@ def test_a_layer_trains_in_linear_memory_on_the_cpu(settings, longest, monkeypat
     for (less, _), (more, _) in itertools.pairwise(steps):
         assert more < 4 * less, [peak for peak, _ in steps]
     # the specification as it is has the same numbers; its memory is quadratic
-    monkeypatch.setattr(chunked, "MAX_SCORES", WHOLE)
+    monkeypatch.setattr(chunked, "MAX_SCORES", 2**40)
     (less, first), (more, _) = step(1024), step(4096)
     assert more > 8 * less
     for _, values in steps:

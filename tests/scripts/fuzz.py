@@ -99,10 +99,8 @@ def main() -> int:
             torch.manual_seed(3 * number + values)
             try:
                 what = run_call(random.Random(f"{args.seed}.{number}"))
-                break
             except (ValueError, NotImplementedError) as error:
                 what = f"refused: {str(error)[:60]}"
-                break
             except Exception as error:
                 if values < 2 and isinstance(error, AssertionError):
                     continue
@@ -110,7 +108,7 @@ def main() -> int:
                     raise
                 what = "wrong"
                 print(f"call {number}: {type(error).__name__} {str(error)[:600]}", flush=True)
-                break
+            break
         if args.call is not None:
             print(what)
             return 0

@@ -23,7 +23,6 @@ load_viewed = pytest.importorskip("native_sparse_attention.hf.convert").load_vie
 
 TEXT = "The bees dance: été 🐝 </script>\r\n\tA map is <b>.\n" * 4
 VOCAB = 320
-TOKENIZER = dict(bos_token="<s>", eos_token="</s>")
 WINDOWS = dict(SPARSE, compress_block_size=4, compress_block_sliding_stride=2, importance="probs")
 
 
@@ -40,7 +39,9 @@ def byte_level():
     made.train_from_iterator(["the dance of bees is a map of the bees"], trainer)
     begin = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     made.post_processor = begin
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **TOKENIZER)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>"
+    )
 
 
 def words():
