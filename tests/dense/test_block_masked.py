@@ -43,7 +43,6 @@ def test_residuals():
     assert set(residuals) == {"logsumexp", "max_logits"}
     logits = torch.einsum("bkgid,bkjd->bkgij", *leaves[:2]).masked_fill(mask == 0, -math.inf)
     torch.testing.assert_close(residuals["max_logits"], logits.amax(-1))
-    torch.testing.assert_close(residuals["logsumexp"], logits.logsumexp(-1))
     assert residuals["logsumexp"].requires_grad and not residuals["max_logits"].requires_grad
     assert torch.equal(block_masked_attention(*call), out)
 

@@ -12,7 +12,6 @@ CPU = torch.device("cpu")
 IDS = torch.tensor([0, 0, 1])
 SPANS = torch.tensor([[0, 2]])
 A, B = nested((2, 3), 2, 8)[0], nested((3, 2), 2, 8)[0]
-THREE = nested((2, 2, 1), 2, 8)[0]
 OFFSETS = torch.tensor([0, 2, 5])
 HOLES = torch.nested.nested_tensor_from_jagged(A.values(), OFFSETS, lengths=torch.tensor([1, 3]))
 FULL = masks.jagged_block_mask(None, OFFSETS)
@@ -47,7 +46,7 @@ BAD = [
     (lambda: attend(v=A.transpose(1, 2)), r"v must be a nested tensor \[B, j, heads, width\]"),
     (lambda: attend(HOLES, HOLES, HOLES), "q must be .* without holes between its sequences"),
     (lambda: attend(v=B), "k and v must have the same offsets"),
-    (lambda: attend(q=THREE), "q has B=3 but k has B=2"),
+    (lambda: attend(q=nested((2, 2, 1), 2, 8)[0]), "q has B=3 but k has B=2"),
     (lambda: attend(k=nested((2, 3), 2, 4)[0]), "k has D=4 but q has D=8"),
     (lambda: attend(q=nested((2, 3), 3, 8)[0]), "heads must be a multiple of kv_heads"),
     (lambda: attend(A, A, A, masks.causal, block_mask=FULL), "block_mask must be .* without mask_"),

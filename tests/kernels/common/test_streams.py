@@ -8,12 +8,6 @@ from native_sparse_attention.kernels.common import streams
 CYCLES = 20_000_000
 
 
-def test_on_a_cpu_in_order():
-    with streams.forked(torch.device("cpu")) as beside, beside:
-        x = torch.ones(2)
-    assert x.sum() == 2
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("own_stream", (False, True))
 def test_waits_at_both_ends(own_stream):
