@@ -144,29 +144,26 @@ def test_packed_documents_lose_what_they_lose_alone():
     torch.testing.assert_close(packed, expected, atol=1e-6, rtol=1e-5)
 
 
-ROWS = torch.tensor([[0] * 24 + [1] * 48, [0] * 72])
+# rows of two documents and of one, the second at a block or not, and padding on the left
+ALIGNED, OTHERS = (torch.tensor([[0] * n + [1] * (72 - n), [0] * 72]) for n in (24, 30))
+MASK = torch.arange(72) >= torch.tensor([[24], [11]])
 
 
 @pytest.mark.parametrize(
-    "call",
-    [{}, dict(segment_ids=ROWS), dict(mask=torch.arange(72) >= torch.tensor([[24], [11]])),
-     dict(documents=layout((2, 72), ROWS.device, 8, segment_ids=ROWS).documents)],
-    ids=lambda call: next(iter(call), "plain"),
+    "call, ids",
+    [({}, 0 * OTHERS), (dict(segment_ids=OTHERS), OTHERS), (dict(mask=MASK), MASK),
+     (dict(documents=layout((2, 72), MASK.device, 8, segment_ids=ALIGNED).documents), ALIGNED)],
+    ids=["plain", "segment_ids", "mask", "documents"],
 )  # fmt: skip
-def test_positions_of_each_row(call):
+def test_positions_of_each_row(call, ids):
     """[m], and [b m]: the mean over these queries alone, each of its own row, at positions among
     the tokens given and not in rows in which every document begins at a block."""
     module, x = layer(**INDEX), normal(2, 72, DIM)
-    for rows in (torch.tensor([[70, -1, 44], [61, 61, 30]]), torch.tensor([70, 44])):
+    for rows in (torch.tensor([[70, -1, 50], [61, 61, 30]]), torch.tensor([70, 50])):
         losses = []
         for b, i in ((b, i) for b, row in enumerate(rows.expand(2, -1)) for i in row if i >= 0):
-            row = {n: type(t)(*(s[b][None] for s in t)) if n == "documents" else t[b][None]
-                   for n, t in call.items()}  # fmt: skip
-            if "mask" in row:  # the same without padding
-                real = row.pop("mask")[0]
-                losses.append(module(x[b, real][None], ranking_queries=real[:i].sum()[None])[1])
-            else:
-                losses.append(module(x[b][None], ranking_queries=i[None], **row)[1])
+            own = ids[b] == ids[b, i]  # the document alone
+            losses.append(module(x[b, own][None], ranking_queries=own[:i].sum()[None])[1])
         loss = module(x, ranking_queries=rows, **call)[1]
         torch.testing.assert_close(loss, torch.stack(losses).mean(), atol=1e-6, rtol=1e-5)
     with pytest.raises(ValueError, match="positions from 0 to 71"):
