@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
-from native_sparse_attention import KVCache, SparseAttention, sliding_window_attention
+from native_sparse_attention import KVCache, SparseAttention, sliding_window_attention, varlen
 from native_sparse_attention import attention as attention_module
 from native_sparse_attention.masks import create_fine_mask, create_sliding_mask
 from tests.helpers.layers import DIM, PARTS, SETTINGS, SIZES, close, layer, normal, step
@@ -93,6 +93,17 @@ def test_rows_padding_and_documents(setting, causal):
         results.append([out, *grads])
     close(*results, 1e-11)
     assert torch.equal(module(x, segment_ids=ids), out)
+
+
+@both
+def test_aligned_documents(causal):
+    """What lies between documents reaches nobody."""
+    module, x = layer(causal=causal), normal(1, sum(DOCUMENTS), DIM)
+    layout = varlen.layout((1, x.shape[1]), x.device, module.config.alignment, cu_seqlens=bounds())
+    rows = layout.spread(x)
+    rows = torch.where((layout.source < 0)[..., None], torch.randn_like(rows) * 9, rows)
+    out = layout.collect(module(rows, documents=layout.documents))
+    close(out, module(x, cu_seqlens=bounds()))
 
 
 def test_no_tokens_at_all():

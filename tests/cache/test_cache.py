@@ -440,8 +440,7 @@ def equal(actual, expected):
 @caches
 @pytest.mark.parametrize("setting, name", CASES)
 def test_whatever_is_trained(setting, name, make):
-    dense = setting == DENSE
-    module = LAYERS[DENSE]() if dense else layer(**SETTINGS[setting], **SPARSE)
+    module = LAYERS[DENSE]() if setting == DENSE else layer(**SETTINGS[setting], **SPARSE)
     x, cache, params = normal(2, 25, DIM), make(), train(module, name)
     actual = gradients([module(x[:, a:b], cache=cache) for a, b in CUTS], params)
     sums = [0] * len(params)

@@ -185,8 +185,3 @@ def test_windows_that_are_not_the_sequences():
     close(attend(q_offset=36), expected, 1e-11)
     close(attend(q_offset=torch.tensor([36])), expected, 1e-11)
     assert (nsa.select_blocks(q, ck, **sizes, seq_len=37) >= 0).all()
-
-
-def test_the_first_backend_that_can_run_is_taken():
-    q = normal(1, 4, 1, 4)
-    nsa.sliding_window_attention(q, q, q, sliding_window_size=1, backend=("eager", "cuda"))
