@@ -63,7 +63,7 @@ def takes_documents(op: Callable[..., Any]) -> Callable[..., Any]:
         if not accepted.issuperset(kwargs):
             check_keywords(kwargs, accepted)
         bounds = {name: kwargs.pop(name, None) for name in ADDED}
-        call = dict(zip(names, args, strict=False)) | kwargs
+        call = dict(zip(names[: len(args)], args, strict=False)) | kwargs
         check_given(**{name: call[name] for name in tensors if name in call})
         if all(value is None for value in bounds.values()):
             return op(*args, **kwargs)

@@ -11,13 +11,12 @@ from tests.helpers.on_hopper import MARKS, layer
 pytest.importorskip("triton")
 
 from native_sparse_attention.kernels.common import launch
-from native_sparse_attention.kernels.selected import key_major, key_major_sm90
 
 if not launch.triton_is_known():
     pytest.skip("its kernels are not known to run with this Triton", allow_module_level=True)
 
 from native_sparse_attention.kernels.flash import flash_sm90
-from native_sparse_attention.kernels.selected import union_sm90
+from native_sparse_attention.kernels.selected import key_major, key_major_sm90, union_sm90
 
 pytestmark = MARKS
 BF16 = torch.bfloat16
