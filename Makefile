@@ -1,7 +1,7 @@
 # Needs `pip install -e '.[dev]'`; `make ci` needs only python3.
 PYTHON ?= python
 
-.PHONY: check test gpu sanitize bench docs site ci
+.PHONY: check test gpu fuzz sanitize bench docs site ci
 
 check:  ## lint, format, types
 	$(PYTHON) -m ruff check .
@@ -16,6 +16,9 @@ gpu:  ## the GPU-marked tests and the kernels', then the benchmark's quick form;
 	$(PYTHON) -m pytest tests -m gpu
 	$(PYTHON) -m pytest tests -m "kernels and not gpu"
 	$(PYTHON) -m benchmarks --quick
+
+fuzz:  ## calls beyond every tile, drawn for 300 s, against the specification
+	$(PYTHON) tests/scripts/fuzz.py --seconds 300
 
 sanitize:  ## every kernel under compute-sanitizer: no read or write out of bounds; compiled first
 	$(PYTHON) tests/scripts/sanitize.py

@@ -24,6 +24,7 @@ from .cache.kv_cache import Identity, KVCache, check_cache, check_caches
 from .cache.paged import PagedKVCache
 from .checks import (
     check_bools,
+    check_choice,
     check_groups,
     check_hidden,
     check_ids,
@@ -38,7 +39,7 @@ from .config import SETTINGS, NSAConfig
 from .generate import check_prompt, check_stop, generate, token_sampler
 from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
-from .presets import RECOMMENDED
+from .presets import PRESETS, RECOMMENDED
 from .ranking import check_ranking, sampled
 from .rotary import Rotary, make_rotary, rotate
 from .varlen import Documents, Layout, layer_layout
@@ -162,7 +163,7 @@ def layer_settings(
         return config, {}
     if kwargs is None:
         name = RECOMMENDED if config is None else config
-        check_type("config", name, str, "an NSAConfig, the name of a preset or None")
+        check_choice("config", name, PRESETS)
         return NSAConfig.preset(name, **shape), {}
     sizes: dict[str, Any] = dict(DEFAULT_SPARSE_ATTN)
     if "compress_block_size" in kwargs:

@@ -102,7 +102,7 @@ def test_settings_of_layers():
         net = Transformer(**SHAPE | dict(use_sparse_attn="config" not in kwargs) | kwargs)
         assert net.use_sparse_attn and [layer[0].config for layer in net.layers] == [expected] * 2
     for kwargs, message in (
-        (dict(config="papers"), "name must be"), (dict(config=3), "config must be an NSAConfig"),
+        (dict(config="papers"), "config must be"), (dict(config=3), "config must be"),
         (dict(config=paper, sparse_attn_kwargs={}), "config and sparse_attn_kwargs are two ways"),
         (dict(config=paper, dim=32), "dim must be that of config, 16, got 32"),
         (dict(config=paper, causal=False), "causal must be that of config, True, got False"),

@@ -116,6 +116,7 @@ def attention(
         call = call.but(lengths=starts, counts=counts, counters=counters)
         out = decode.run_decode_kernels(config, call)
     elif is_dense:
+        branches.warn_dense(call, config)
         out = branches.attend_densely(call, config, dispatch.choose(backend, op, call, config))
     else:
         out, _ = branches.attend(call, config, dispatch.choose(backend, op, call, config))

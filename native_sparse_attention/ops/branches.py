@@ -85,7 +85,7 @@ def attend_one_softmax(
     first = 0 if isinstance(is_dense, Tensor) else is_dense
     if first == T:
         indices = rank(call, config, backend)[0] if keep_slots else None
-        return attend_all_keys(call, config, backend), indices
+        return attend_densely(call, config, backend), indices
 
     sparse = call
     if first:
@@ -106,7 +106,7 @@ def attend_one_softmax(
         # contiguous: no guard on the strides of an exported graph
         out = torch.where(is_dense[..., None, None], dense.contiguous(), out.contiguous())
     elif first:
-        dense = attend_all_keys(call.but(q=call.q[:, :first]), config, backend)
+        dense = attend_densely(call.but(q=call.q[:, :first]), config, backend)
         out = torch.cat((dense, out), dim=1)
     return out, indices
 
@@ -132,12 +132,6 @@ def dense_queries(call: Call, config: AttentionConfig) -> int | Tensor:
 
 
 def attend_densely(call: Call, config: AttentionConfig, backend: str) -> Tensor:
-    """`attend_all_keys` instead of a selection, with `warn_dense`."""
-    warn_dense(call, config)
-    return attend_all_keys(call, config, backend)
-
-
-def attend_all_keys(call: Call, config: AttentionConfig, backend: str) -> Tensor:
     """Attention [B T H E] over all keys, causally over those up to the query: by SDPA, unless it
     has no form of the call or eager PyTorch has to give second derivatives."""
     q, k, v, offset, causal = call.q, call.k, call.v, call.q_offset, config.causal
