@@ -443,9 +443,8 @@ def mha_reference_bwd(
         (dq, dk, dv, dab), each with the shape and dtype of its tensor; dab is None if ab is None.
     """
     settings = check_call(q, k, v, ab, segment_ids, causal, mask_value, softmax_scale)
-    check_shapes(
-        q=(q, "B H T D"), v=(v, "B H S E"), o=(o, "B H T E"), do=(do, "B H T E"),
-        l=(l, "B H T"), m=(m, "B H T"),
-    )  # fmt: skip
-    check_devices(q=q, o=o, l=l, m=m, do=do)
+    results = dict(o=(o, "B H T E"), l=(l, "B H T"), m=(m, "B H T"), do=(do, "B H T E"))
+    check_shapes(q=(q, "B H T D"), v=(v, "B H S E"), **results)
+    for name, (tensor, _) in results.items():
+        check_tensor(name, tensor, FLOAT_DTYPES, q.device)
     return mha_gradients(q, k, v, ab, o, l, m, do, *settings)

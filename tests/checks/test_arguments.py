@@ -72,6 +72,10 @@ def calls():
         )),
         "mask_blocker": (nsa.mask_blocker, dict(mask=torch.ones(T, T), **blocks)),
         "mha": (nsa.mha_reference, dict(q=square, k=square, v=square)),
+        "mha backward": (nsa.mha_reference_bwd, dict(
+            dict.fromkeys(("q", "k", "v", "o", "do"), square), ab=None, segment_ids=None,
+            **dict.fromkeys("lm", square[..., 0]),
+        )),
         "create_sliding_mask": (masks.create_sliding_mask, dict(seq_len=16, window_size=4)),
         "create_fine_mask": (masks.create_fine_mask, dict(seq_len=16, fine_block_size=4)),
         "create_compress_mask": (masks.create_compress_mask, dict(
@@ -229,10 +233,6 @@ BASES = CALLS | {
         | dict.fromkeys("kv", X[:1].unflatten(2, (2, 8))),
     ),
     "documents": CALLS["window"],
-    "mha backward": (nsa.mha_reference_bwd, dict(
-        dict.fromkeys(("q", "k", "v", "o", "do"), torch.zeros(B, H, T, D)), ab=None,
-        segment_ids=None, **dict.fromkeys("lm", torch.zeros(B, H, T)),
-    )),
     "own rankings": (nsa.native_sparse_attention, dict(
         {n: t for n, t in CALLS["whole"][1].items() if n not in ("cv", "branch_gates")},
         **ONE, query_heads_share_selected_kv=False,
