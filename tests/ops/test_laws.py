@@ -26,7 +26,12 @@ both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "two-side
 CALLS = {
     **{branch: (branch, {}) for branch in BRANCHES},
     "layer": ("layer", {}),
-    "paper": ("layer", dict(importance="probs", num_initial_blocks=1, num_local_blocks=2)),
+    "paper": (  # a window that contains the local blocks
+        "layer",
+        dict(
+            importance="probs", num_initial_blocks=1, num_local_blocks=2, sliding_window_size=2 * S
+        ),
+    ),
     "groups, gates": ("layer", dict(selection_stride=4, use_diff_topk=True)),
     "interpolated, each head": ("layer", dict(interpolated_importance_score=True, each=True)),
     "windows longer than blocks": (

@@ -175,7 +175,8 @@ LAYERS = {
         "no memory, window of its own": dict(memory=0, window=True),
         "all of its own, computed again": dict(window=True, raw=True, recompute=True),
         "narrow window": dict(sliding_window_size=3, **PAPER),
-        "wide window": dict(sliding_window_size=21, recompute=True, num_local_blocks=2),
+        "wide window": dict(PAPER, sliding_window_size=2 * S, recompute=True),
+        "wide window, documents": dict(PAPER, sliding_window_size=2 * S, lengths=DOCUMENTS),
         "a ranking a block": dict(
             selection_block_size=16, selection_stride=16, place=(56, 56), heads=(2, 1, 8, 5)
         ),

@@ -134,7 +134,8 @@ def nsa_flash_fwd(
         # in order: keys before the local blocks, local blocks, initial blocks
         inner_floor = kv_range.inner_floor
         local, end = tl.maximum(local_start(position, kv_range), lo), hi
-        local_first, local_last = local_start(first, kv_range), local_start(last, kv_range)
+        local_first = tl.maximum(local_start(first, kv_range), lo_first)
+        local_last = tl.maximum(local_start(last, kv_range), lo_last)
         hi = tl.minimum(hi, local)
         local_begin = local_first // F.BLOCK_N * F.BLOCK_N
         local_step = tl.maximum(tl.cdiv(tl.minimum(hi_last, local_last) - begin, F.BLOCK_N), 0)

@@ -63,24 +63,27 @@ def paged(t, size):
     return t.reshape(-1, size, *t.shape[2:]).flip(0)
 
 
-def ring(settings, heads, B):
-    """Rankings that tokens before may have had: at most one block, which is no candidate twice."""
+def ring(settings, heads, T):
+    """Rankings that tokens before may have had: at most one block, the first that is ranked."""
+    first, local = settings.get("num_initial_blocks", 0), settings.get("num_local_blocks", 1)
     ranks = heads[1] if settings.get("query_heads_share_selected_kv", True) else heads[0]
-    rankings = torch.full((B, ranks, 9, settings["num_selected_blocks"]), -1, dtype=torch.int32)
-    rankings[..., 0] = 0
-    return rankings.to(DEVICE)
+    lengths, n = settings["lengths"], settings["num_selected_blocks"]
+    ranked = lengths // settings["selection_block_size"] - local
+    rankings = lengths.new_full((len(lengths), ranks, max(9, T + 1), n), -1, dtype=torch.int32)
+    rankings[..., :1] = torch.where(ranked >= first, first, -1)[:, None, None, None]
+    return rankings
 
 
 def assert_right(dtype, counts=None, **changed):
     """Within the budget of errors, and with the rankings of the specification."""
     tensors, settings = problem(dtype, **changed)
-    B, rings = len(tensors["q"]), []
+    rings = []
     if counts is not None:
         settings["counts"] = torch.tensor(counts, device=DEVICE)
 
     def op(*, backend, **leaves):
         if settings.get("selection_stride", 1) > 1:
-            rings.append(ring(settings, changed.get("heads", (2, 1)), B))
+            rings.append(ring(settings, changed.get("heads", (2, 1)), tensors["q"].shape[1]))
             leaves["ranking"] = rings[-1]
         return decode_attention(**dict.fromkeys(tensors) | leaves, **settings, backend=backend)
 
