@@ -412,10 +412,8 @@ def block_scores(call: Call, i: Tensor, config: AttentionConfig) -> tuple[Tensor
     [b|1 1 t c]."""
     q, ck, mem_k, sinks = upcast(call.q, call.ck, call.mem_k, call.sinks)
     W, n, d, s = ck.shape[1], config.num_selected_blocks, config.d, config.selection_block_size
-    if config.causal:
-        num_ranked = blocks.num_complete_blocks(W * d, d, s)
-    else:
-        num_ranked = free_size(blocks.num_blocks(call.seq_len, s))
+    complete = blocks.num_complete_blocks(W * d, d, s)
+    num_ranked = free_size(complete if config.causal else blocks.num_blocks(call.seq_len, s))
     # a compiled graph runs other lengths, so it always appends n columns
     missing = n if torch.compiler.is_compiling() else max(0, n - num_ranked)
     c = torch.arange(num_ranked + missing, device=q.device)
