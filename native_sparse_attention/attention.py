@@ -20,7 +20,7 @@ from torch.nn import Module
 from . import ranking
 from .block_sizes import BlockSizes
 from .cache.kv_cache import Identity, KVCache, check_cache
-from .checks import BRANCHES, check_bool, check_input, check_type, copied
+from .checks import BRANCHES, check_bool, check_input, check_rows, check_type, copied
 from .compat import refuse_transforms
 from .compress import MeanPool, choose_network, compress_sequences, compress_windows, slides
 from .config import SETTINGS, AttentionConfig, NSAConfig, changed
@@ -334,8 +334,9 @@ class SparseAttention(Started):
                 lengths=lengths, cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask,
                 documents=documents,
             )  # fmt: skip
-        names = cu_seqlens, segment_ids, mask, documents
-        layout, lengths = layer_layout(inp, config.alignment, cache is not None, lengths, *names)
+        bounds = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
+        check_rows(inp, cache is not None, lengths, documents, **bounds)
+        layout, lengths = layer_layout(inp, config.alignment, cache is not None, lengths, **bounds)
         if layout is not None:
             inp = layout.spread(inp)
             documents = layout.documents if cache is None else None

@@ -306,12 +306,9 @@ def check_same(**tensors: Tensor) -> None:
 
 
 def check_tensor(
-    name: str,
-    tensor: Any,
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
+    name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], device: torch.device,
     shape: tuple[int, ...] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Check the dtype, the device and the shape of a tensor, or None."""
     if tensor is None:
         return
@@ -336,6 +333,70 @@ def check_broadcasts(
         raise ValueError(
             f"{name} must broadcast to [{' '.join(axes)}] = {sizes}, got {list(tensor.shape)}"
         )
+
+
+# documents and padding
+
+
+def check_bounds(
+    shape: tuple[int, ...], device: torch.device, cu_seqlens: Any = None, segment_ids: Any = None,
+    mask: Any = None,
+) -> None:  # fmt: skip
+    """Check what bounds the documents of rows [b t], or None; on their device or on the CPU."""
+    if cu_seqlens is not None and (segment_ids is not None or mask is not None):
+        name = "mask" if segment_ids is None else "segment_ids"
+        raise ValueError(f"cu_seqlens and {name} are two ways to name documents: give one")
+    for name, value, dtypes, rows in (
+        ("cu_seqlens", cu_seqlens, INDEX_DTYPES, None),
+        ("mask", mask, (torch.bool,), shape),
+        ("segment_ids", segment_ids, INDEX_DTYPES, shape),
+    ):
+        is_on_host = isinstance(value, Tensor) and value.device.type == "cpu"
+        check_tensor(name, value, dtypes, torch.device("cpu") if is_on_host else device, rows)
+    if cu_seqlens is not None and (cu_seqlens.ndim != 1 or len(cu_seqlens) == 0):
+        got = list(cu_seqlens.shape)
+        raise ValueError(f"cu_seqlens must be a tensor [documents + 1], got shape {got}")
+    if cu_seqlens is not None and shape[0] != 1:
+        raise ValueError(
+            f"cu_seqlens needs one row of packed documents, got a batch of {shape[0]}: give "
+            "segment_ids for several rows"
+        )
+
+
+def check_documents(
+    documents: Any, shape: tuple[int, ...], S: int, q_offset: int | Tensor, device: torch.device
+) -> None:
+    """Check `varlen.Documents` of queries [b p], which must be all of the S tokens; or None."""
+    if documents is None:
+        return
+    if not hasattr(documents, "first"):
+        raise ValueError(f"documents must be varlen.Documents, got {describe(documents)}")
+    for name, t in (("documents.first", documents.first), ("documents.last", documents.last)):
+        check_given(**{name: t})
+        check_tensor(name, t, INDEX_DTYPES, device, shape)
+    if isinstance(q_offset, Tensor) or q_offset or shape[1] != S:
+        got = f"q_offset={q_offset}, T={shape[1]} and S={S}"
+        raise ValueError(f"documents need queries that are all tokens, got {got}")
+
+
+def check_rows(
+    inp: Tensor, cached: bool, lengths: Any, documents: Any = None, **bounds: Any
+) -> None:
+    """Check what a layer is told of its rows [b n ..]: documents or padding, or with a cache how
+    many tokens are real."""
+    shape, mask = inp.shape[:2], bounds["mask"]
+    names = [name for name, t in {**bounds, "documents": documents}.items() if t is not None]
+    check_documents(documents, shape, shape[1], 0, inp.device)
+    if cached and names and names != ["mask"]:
+        raise ValueError(f"{names[0]} must be None with a cache, whose rows hold one document each")
+    if mask is not None and lengths is not None:
+        raise ValueError("mask and lengths are two ways to name padding: give one")
+    if documents is not None and len(names) > 1:
+        raise ValueError(f"documents and {names[0]} are two ways to name documents: give one")
+    check_bounds(shape, inp.device, **bounds)
+    if lengths is not None and torch.compiler.is_compiling():
+        rows = torch.as_tensor(lengths)
+        check_tensor("lengths", rows, INTEGER_DTYPES, rows.device, shape[:1])
 
 
 # settings

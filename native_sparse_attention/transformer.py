@@ -32,6 +32,7 @@ from .checks import (
     check_int,
     check_ints,
     check_layers,
+    check_rows,
     check_type,
     copied,
 )
@@ -344,10 +345,10 @@ class Transformer(Started):
         ids = check_ids("ids", ids, self.token_emb)
         blocks: list[Any] = list(self.layers)
         check_caches(cache, [attn for attn, _ in blocks], return_loss, lengths)
-        layout, lengths = layer_layout(
-            ids, getattr(blocks[0][0], "alignment", 1), cache is not None or return_cache, lengths,
-            cu_seqlens, segment_ids, mask, None,
-        )  # fmt: skip
+        bounds = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
+        alignment, cached = getattr(blocks[0][0], "alignment", 1), cache is not None or return_cache
+        check_rows(ids, cached, lengths, **bounds)
+        layout, lengths = layer_layout(ids, alignment, cached, lengths, **bounds)
         if cache is None and return_cache:
             cache = self.new_cache()
         check_ranking(ranking_queries, ranking_weights, generator, cache)

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 
-@torch.compiler.disable(
-    reason="only a KVCache with max_length can be used inside of a compiled graph"
-)
+@torch.compiler.disable(reason="only a KVCache with max_length runs in a compiled graph")
 def call_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`function` in eager mode. The graph breaks here; fullgraph=True raises the reason."""
     return function(*args, **kwargs)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import blocks
-from .checks import INDEX_DTYPES, check_given, check_tensor, check_type, describe
+from .checks import describe
 
 
 class Documents(NamedTuple):
@@ -39,21 +39,6 @@ class Documents(NamedTuple):
     def positions(self) -> Tensor:
         """Index of each position within its document, [b p]."""
         return torch.arange(self.first.shape[1], device=self.first.device) - self.first
-
-
-def check_documents(
-    documents: Any, shape: tuple[int, ...], S: int, q_offset: int | Tensor, device: torch.device
-) -> None:
-    """Check documents of a call whose queries [b p] must be all of its S tokens, or None."""
-    if documents is None:
-        return
-    check_type("documents", documents, Documents, "varlen.Documents")
-    check_given(**{"documents.first": documents.first, "documents.last": documents.last})
-    check_tensor("documents.first", documents.first, INDEX_DTYPES, device, shape)
-    check_tensor("documents.last", documents.last, INDEX_DTYPES, device, shape)
-    if isinstance(q_offset, Tensor) or q_offset or shape[1] != S:
-        got = f"q_offset={q_offset}, T={shape[1]} and S={S}"
-        raise ValueError(f"documents need queries that are all tokens, got {got}")
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
@@ -177,38 +162,17 @@ def is_traced(tensor: Tensor) -> bool:
 
 def layout(
     shape: tuple[int, int], device: torch.device, step: int, *, cu_seqlens: Tensor | None = None,
-    segment_ids: Tensor | None = None, mask: Tensor | None = None,
+    segment_ids: Tensor | None = None, mask: Any = None,
 ) -> Layout:  # fmt: skip
     """The layout of rows [b t] whose documents begin at multiples of `step`, without the padding of
     `mask` [b t]. Documents begin at `cu_seqlens` [documents + 1] in a single row, or where
-    `segment_ids` [b t] change.
+    `segment_ids` [b t] change; `checks.check_bounds` has checked all but the values of cu_seqlens.
 
     The host reads values, so it waits for tensors on a GPU, but not for cu_seqlens or segment_ids
     on the CPU. In a compiled or captured graph the host reads no cu_seqlens and cannot check them.
-
-    Raises:
-        ValueError: dtypes, shapes or values do not match, or both cu_seqlens and segment_ids.
     """
-    (b, T), length = shape, None
-    if cu_seqlens is not None and (segment_ids is not None or mask is not None):
-        name = "mask" if segment_ids is None else "segment_ids"
-        raise ValueError(f"cu_seqlens and {name} are two ways to name documents: give one")
-    for name, value, dtypes, rows in (
-        ("cu_seqlens", cu_seqlens, INDEX_DTYPES, None),
-        ("mask", mask, (torch.bool,), shape),
-        ("segment_ids", segment_ids, INDEX_DTYPES, shape),
-    ):  # on the device of the call or on the CPU
-        is_on_host = isinstance(value, Tensor) and value.device.type == "cpu"
-        check_tensor(name, value, dtypes, torch.device("cpu") if is_on_host else device, rows)
+    T, length = shape[1], None
     if cu_seqlens is not None:
-        if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0:
-            got = list(cu_seqlens.shape)
-            raise ValueError(f"cu_seqlens must be a tensor [documents + 1], got shape {got}")
-        if b != 1:
-            raise ValueError(
-                f"cu_seqlens needs one row of packed documents, got a batch of {b}: give "
-                "segment_ids for several rows"
-            )
         if is_traced(cu_seqlens) or cu_seqlens.is_meta:  # the most that the row may take
             length = blocks.ceil_div(T + (len(cu_seqlens) - 1) * (step - 1), step) * step
         else:
@@ -226,31 +190,19 @@ def layout(
         if mask is not None:
             ids = ids.to(mask.device).gather(1, real_first(mask))
         begins = F.pad(ids[:, 1:] != ids[:, :-1], (min(T, 1), 0))
-    elif mask is not None:
-        begins = torch.zeros_like(mask)
     else:
-        raise ValueError("one of cu_seqlens, segment_ids and mask must be given, got None")
+        begins = torch.zeros_like(mask)
     if cu_seqlens is None and (segment_ids is None or segment_ids.is_meta):
         length = blocks.ceil_div(T, step) * step  # one document, or assumed so
     return align_documents(begins, mask, step, length, device)
 
 
 def layer_layout(
-    inp: Tensor, step: int, cached: bool, lengths: Any, cu_seqlens: Tensor | None,
-    segment_ids: Tensor | None, mask: Tensor | None, documents: Documents | None,
-) -> tuple[Layout | None, Any]:  # fmt: skip
+    inp: Tensor, step: int, cached: bool, lengths: Any, **bounds: Any
+) -> tuple[Layout | None, Any]:
     """The layout of a layer's input [b n dim], None if it needs none, and the `lengths` for a
-    cache, given or counted from the mask."""
-    tensors = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
-    names = [name for name, t in {**tensors, "documents": documents}.items() if t is not None]
-    check_documents(documents, inp.shape[:2], inp.shape[1], 0, inp.device)
-    if cached and names and names != ["mask"]:
-        raise ValueError(f"{names[0]} must be None with a cache, whose rows hold one document each")
-    if mask is not None and lengths is not None:
-        raise ValueError("mask and lengths are two ways to name padding: give one")
-    if documents is not None and len(names) > 1:
-        raise ValueError(f"documents and {names[0]} are two ways to name documents: give one")
-    if documents is not None or not names:
+    cache, given or counted from the mask. All are checked by `checks.check_rows`."""
+    if all(t is None for t in bounds.values()):
         return None, lengths
-    result = layout((inp.shape[0], inp.shape[1]), inp.device, 1 if cached else step, **tensors)
-    return result, mask.sum(1) if cached and mask is not None else lengths
+    rows = layout((inp.shape[0], inp.shape[1]), inp.device, 1 if cached else step, **bounds)
+    return rows, bounds["mask"].sum(1) if cached else lengths

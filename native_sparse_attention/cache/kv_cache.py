@@ -22,12 +22,10 @@ import torch
 from torch import Tensor
 
 from ..checks import (
-    INTEGER_DTYPES,
     TOO_MANY,
     as_int,
     check_device,
     check_int,
-    check_tensor,
     describe,
 )
 from ..compat import is_exporting
@@ -411,9 +409,7 @@ class KVCache:
             return NewTokens(start, real, n, (starts, counts))
         self._check_batch(b)
         if lengths is not None:
-            real = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths)
-            check_tensor("lengths", real, INTEGER_DTYPES, real.device, (b,))
-            real = real.to(device)
+            real = torch.as_tensor(lengths).to(device)  # [b], checked by `checks.check_rows`
         if "lengths" not in self._known:
             self._known["lengths"] = allocate_zeros(inp, b, dtype=torch.int32)
         # the first tokens of all sequences have a graph of their own, if they are many: at

@@ -41,6 +41,7 @@ from ..checks import (
     TOO_LARGE,
     check_bool,
     check_callable,
+    check_documents,
     check_given,
     check_groups,
     check_int,
@@ -54,7 +55,7 @@ from ..checks import (
     check_windows,
 )
 from ..config import AttentionConfig
-from ..varlen import Documents, check_documents
+from ..varlen import Documents
 from . import branches as branches_of
 from . import dispatch
 from .call import Call

@@ -16,6 +16,7 @@ from ..checks import (
     HINT,
     INDEX_DTYPES,
     check_bool,
+    check_bounds,
     check_given,
     check_ints,
     check_keywords,
@@ -107,6 +108,7 @@ def run_packed(
     if isinstance(mask, Tensor) and q.shape[1] != q.shape[2] and mask.shape == q.shape[::2]:
         raise ValueError(f"mask must have shape {list(shape)}, got {list(mask.shape)}. {HINT}")
     check_tensor("block_indices", call.get("block_indices"), INDEX_DTYPES, q.device)
+    check_bounds(shape, q.device, **bounds)
     layout = docs.layout(shape, q.device, max(d, s), **bounds)
     documents = layout.documents
     first_block, end_block = (t[..., None, None] for t in documents.blocks(s))
