@@ -124,6 +124,5 @@ def assert_right(
         rounding = rounding * torch.finfo(torch.float32).eps
         precision = torch.float32 if name == "lse" else dtype
         ulp = torch.finfo(precision).eps * right.abs().max() + rounding
-        error = (value - right).abs().max()
-        message = f"{name}: {error:.2e} > {TIMES} x {lowp:.2e} + {ulp:.2e}"
-        assert error <= TIMES * lowp + ulp, message
+        error, allowed = (value - right).abs().max(), f"{TIMES} x {lowp:.2e} + {ulp:.2e}"
+        assert error <= TIMES * lowp + ulp, f"{name}: {error:.2e} > {allowed}"

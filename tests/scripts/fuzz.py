@@ -93,8 +93,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--call", type=int)
     args = parser.parse_args()
-    budget.TIMES = 4
-    end, number, counts = time.monotonic() + args.seconds, args.call or 0, Counter()
+    budget.TIMES, number, counts = 4, args.call or 0, Counter()
+    end = time.monotonic() + args.seconds
     while time.monotonic() < end:
         torch.manual_seed(number)
         try:

@@ -65,19 +65,18 @@ def paged(t, size):
 
 def ring(settings, heads, T):
     """Rankings that tokens before may have had: at most one block, the first that is ranked."""
-    first, local = settings.get("num_initial_blocks", 0), settings.get("num_local_blocks", 1)
-    ranks = heads[1] if settings.get("query_heads_share_selected_kv", True) else heads[0]
-    lengths, n = settings["lengths"], settings["num_selected_blocks"]
-    ranked = lengths // settings["selection_block_size"] - local
-    rankings = lengths.new_full((len(lengths), ranks, max(9, T + 1), n), -1, dtype=torch.int32)
+    first, lengths = settings.get("num_initial_blocks", 0), settings["lengths"]
+    ranks = heads[settings.get("query_heads_share_selected_kv", True)]
+    shape = len(lengths), ranks, max(9, T + 1), settings["num_selected_blocks"]
+    ranked = lengths // settings["selection_block_size"] - settings.get("num_local_blocks", 1)
+    rankings = lengths.new_full(shape, -1, dtype=torch.int32)
     rankings[..., :1] = torch.where(ranked >= first, first, -1)[:, None, None, None]
     return rankings
 
 
 def assert_right(dtype, counts=None, **changed):
     """Within the budget of errors, and with the rankings of the specification."""
-    tensors, settings = problem(dtype, **changed)
-    rings = []
+    (tensors, settings), rings = problem(dtype, **changed), []
     if counts is not None:
         settings["counts"] = torch.tensor(counts, device=DEVICE)
 
