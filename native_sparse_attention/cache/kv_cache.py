@@ -21,13 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import (
-    TOO_MANY,
-    as_int,
-    check_device,
-    check_int,
-    describe,
-)
+from ..checks import TOO_MANY, as_int, check_device, check_int, describe
 from ..compat import is_exporting
 from ..compress import unfold
 
@@ -518,7 +512,8 @@ class KVCache:
     def check_layer(self, layer: Identity, geometry: dict[str, Any]) -> None:
         """Raise a ValueError if the cache holds tokens of another layer or another geometry."""
         is_bound = self._layer is layer and geometry == self._geometry
-        if is_bound or not any(self.lengths):  # a compiled step reads no lengths
+        # a compiled step reads no lengths
+        if is_bound or (self.is_new if torch.compiler.is_compiling() else not any(self.lengths)):
             return
         for name in (*self._geometry, *geometry) if self._geometry else ():
             held, got = (g.get(name) for g in (self._geometry, geometry))
