@@ -369,7 +369,7 @@ def check_documents(
     """Check `varlen.Documents` of queries [b p], which must be all of the S tokens; or None."""
     if documents is None:
         return
-    if not hasattr(documents, "first"):
+    if getattr(documents, "_fields", None) != ("first", "last"):
         raise ValueError(f"documents must be varlen.Documents, got {describe(documents)}")
     for name, t in (("documents.first", documents.first), ("documents.last", documents.last)):
         check_given(**{name: t})
@@ -384,7 +384,7 @@ def check_rows(
 ) -> None:
     """Check what a layer is told of its rows [b n ..]: documents or padding, or with a cache how
     many tokens are real."""
-    shape, mask = inp.shape[:2], bounds["mask"]
+    shape, mask = inp.shape[:2], bounds.get("mask")
     names = [name for name, t in {**bounds, "documents": documents}.items() if t is not None]
     check_documents(documents, shape, shape[1], 0, inp.device)
     if cached and names and names != ["mask"]:

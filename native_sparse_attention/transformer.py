@@ -99,6 +99,7 @@ class Attention(Started):
         """[b, n, dim] -> [b, n, dim]. Arguments as SparseAttention's; `documents` or a cache."""
         check_input(x, self.dim, self.to_q, "x")
         cache = check_cache(cache, False, lengths, self.causal)
+        check_rows(x, cache is not None, lengths, documents)
         if cache is not None and torch.compiler.is_compiling() and not cache.is_fixed:
             from .uncompiled import call_uncompiled
 

@@ -23,11 +23,11 @@ backends = pytest.mark.parametrize(
     [pytest.param(n, dtype, marks=m, id=f"{n}-{str(dtype)[6:]}") for n, dtype, m in ROWS],
 )
 both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "two-sided"])
-FORCED = dict(num_initial_blocks=1, num_local_blocks=2, sliding_window_size=2 * S)  # within
+IN_WINDOW = dict(num_initial_blocks=1, num_local_blocks=2, sliding_window_size=2 * S)
 CALLS = {
     **{branch: (branch, {}) for branch in BRANCHES},
     "layer": ("layer", {}),
-    "paper": ("layer", dict(FORCED, importance="probs")),
+    "paper": ("layer", dict(IN_WINDOW, importance="probs")),
     "groups, gates": ("layer", dict(selection_stride=4, use_diff_topk=True)),
     "interpolated, each head": ("layer", dict(interpolated_importance_score=True, each=True)),
     "windows longer than blocks": (

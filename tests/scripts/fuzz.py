@@ -3,9 +3,9 @@
     python tests/scripts/fuzz.py --seconds 300    as many as fit; errors and refusals
     python tests/scripts/fuzz.py --call 17        call 17 of seed 0 again, with its traceback
 
-Heads, widths, blocks and lengths are drawn around the sizes of tiles. A call may err by four times
-what eager PyTorch errs, not by twice as in tests: of thousands some do so by rounding alone. A
-ValueError or a NotImplementedError is a refusal.
+Heads, widths, blocks and lengths are drawn around the sizes of tiles. A call is wrong if it errs
+for three draws of its values, since of thousands of calls some exceed the budget by rounding alone.
+A ValueError or a NotImplementedError is a refusal.
 """
 
 import argparse
@@ -93,19 +93,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--call", type=int)
     args = parser.parse_args()
-    budget.TIMES, number, counts = 4, args.call or 0, Counter()
-    end = time.monotonic() + args.seconds
+    end, number, counts = time.monotonic() + args.seconds, args.call or 0, Counter()
     while time.monotonic() < end:
-        torch.manual_seed(number)
-        try:
-            what = run_call(random.Random(f"{args.seed}.{number}"))
-        except (ValueError, NotImplementedError) as error:
-            what = f"refused: {str(error)[:60]}"
-        except Exception as error:
-            if args.call is not None:
-                raise
-            what = "wrong"
-            print(f"call {number}: {type(error).__name__} {str(error)[:600]}", flush=True)
+        for values in range(3):
+            torch.manual_seed(3 * number + values)
+            try:
+                what = run_call(random.Random(f"{args.seed}.{number}"))
+            except (ValueError, NotImplementedError) as error:
+                what = f"refused: {str(error)[:60]}"
+            except Exception as error:
+                if values < 2 and isinstance(error, AssertionError):
+                    continue
+                if args.call is not None:
+                    raise
+                what = "wrong"
+                print(f"call {number}: {type(error).__name__} {str(error)[:600]}", flush=True)
+            break
         if args.call is not None:
             print(what)
             return 0

@@ -77,8 +77,7 @@ def ring(settings, heads, T):
 def assert_right(dtype, counts=None, **changed):
     """Within the budget of errors, and with the rankings of the specification."""
     (tensors, settings), rings = problem(dtype, **changed), []
-    if counts is not None:
-        settings["counts"] = torch.tensor(counts, device=DEVICE)
+    settings["counts"] = None if counts is None else torch.tensor(counts, device=DEVICE)
 
     def op(*, backend, **leaves):
         if settings.get("selection_stride", 1) > 1:
