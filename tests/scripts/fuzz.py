@@ -69,7 +69,8 @@ def run_call(rng: random.Random) -> str:
         elif kind in ("window", "compressed"):
             sizes = window if kind == "window" else dict(compress_block_sliding_stride=d)
         common |= dict(place=place, causal=pick((True, True, False)), size=pick((1.0, 8.0)))
-        common |= dict(soft_cap=pick((None, 2.0)), sinks=pick((False, True)))
+        # of two rows of a half precision, the rounded output may weigh more than eager's error
+        common |= dict(soft_cap=pick((None, 2.0)), sinks=pick((False, True)), batch=2 + 64 // T)
         documents = pick(([], [], [pick(EDGES), 0, pick(EDGES)]))
         settings = common | sizes | dict(lengths=documents or None)
         call, specification = calls.draw(kind, dtype, **settings), None

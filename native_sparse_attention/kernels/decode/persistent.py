@@ -494,8 +494,10 @@ def nsa_decode_persistent(
         reduce_tile, kv_index = reduce_program % REDUCE_PROGRAMS, reduce_program // REDUCE_PROGRAMS
         b, h = (kv_index // K).to(tl.int64), kv_index % K
         barriers = counters + kv_index * step.COUNTERS
-        if F.TOPN == 0:
+        if F.TOPN == 0 or F.STRIDE > 1:  # no other program does where no token leads its group
             step.wait(barriers + SCORES_DONE, TILES * CMP_SPLITS)
+            if F.PROBS:
+                step.wait(barriers + PROBS_DONE, PROB_SPLITS * T * RANKS_PER_KV)
         producers = (WINDOW_SPLITS + SELECTED_SPLITS) * T * RANKS_PER_KV
         started_before = reduce_and_combine(
             call, barriers + BLOCKS_DONE, producers, barriers + REDUCE_STARTED, reduce_tile,

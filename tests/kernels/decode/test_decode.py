@@ -111,6 +111,7 @@ CASES = {
     "interpolated, one head": dict(interpolated_importance_score=True, heads=(1, 1, 16, 16)),
     "own rankings": dict(query_heads_share_selected_kv=False, T=1, lengths=(0, 3)),
     "rankings of groups": dict(selection_stride=4, T=7, counts=(7, 3)),
+    "no token leads its group": dict(selection_stride=8, importance="probs", lengths=(33, 3)),
     "window of its own": dict(window=True, heads=(2, 2, 16, 24)),
     "pages, probs, cap, sinks": dict(
         page=8, window=True, T=3, importance="probs", soft_cap=2.0, sinks=True, heads=(4, 2, 16, 16)
@@ -172,8 +173,7 @@ FORMS = {
         "persistent.RANK_SPLIT_BLOCKS": (4, 64), "persistent.RANK_COMPARED": 8,
         "persistent.RANK_SPLIT_CHUNKS": 2,
     },
-    # one program ranks for a token
-    "no room for all programs": ALL_READ | {
+    "one program ranks for a token": ALL_READ | {
         "persistent.MAX_RESIDENT": 0, "persistent.MAX_RESIDENT_RANKING": 0,
     },
     "several blocks a program": {"read_all.BLOCK_PROGRAMS": 8},
