@@ -131,7 +131,7 @@ class Ours(Provider):
 
     def indices(self, x: Tensors, setting: Setting) -> Tensor:
         with torch.no_grad():
-            return self.run(x, setting, return_indices=True)[1]
+            return self.run(x, setting, return_block_indices=True)[1]
 
     def branches(self, setting: Setting) -> list[Branch]:
         return our_branches(setting)

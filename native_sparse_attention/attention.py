@@ -20,7 +20,15 @@ from torch.nn import Module
 from . import ranking
 from .block_sizes import BlockSizes
 from .cache.kv_cache import Identity, KVCache, check_cache
-from .checks import BRANCHES, check_bool, check_input, check_rows, check_type, copied
+from .checks import (
+    BRANCHES,
+    check_block_indices,
+    check_bool,
+    check_input,
+    check_rows,
+    check_type,
+    copied,
+)
 from .compat import refuse_transforms
 from .compress import MeanPool, choose_network, compress_sequences, compress_windows, slides
 from .config import SETTINGS, AttentionConfig, NSAConfig, changed
@@ -273,6 +281,8 @@ class SparseAttention(Started):
         segment_ids: Tensor | None = None,
         mask: Tensor | None = None,
         documents: Documents | None = None,
+        block_indices: Tensor | None = None,
+        return_block_indices: bool = False,
         ranking_queries: int | Tensor | None = None,
         ranking_weights: str = "output",
         generator: torch.Generator | None = None,
@@ -297,6 +307,12 @@ class SparseAttention(Started):
                 With a cache, each sequence takes only its real tokens.
             documents: `varlen.Documents` of rows whose documents begin at multiples of s and
                 d already.
+            block_indices: blocks that the new tokens select, in place of a ranking: [b, n, heads,
+                slots], one head for all, for each KV head or each query head; -1 for none. Blocks
+                of a document count from its first token, unless `documents` is given. Equal within
+                groups of `selection_stride` tokens.
+            return_block_indices: also return the selected blocks, as `native_sparse_attention`
+                does; given back, they give the same bits.
             ranking_queries: with importance="index", also return its loss, for so many queries of a
                 row, drawn with `generator`, or for queries at these positions of the rows of `inp`:
                 [m] of every row, or [b, m] of each, -1 for none. Queries of padding do not count.
@@ -306,7 +322,8 @@ class SparseAttention(Started):
                 output, or "mass", its attention probabilities.
 
         Returns:
-            [b, n, dim], or (output, cache), or (output, loss).
+            [b, n, dim], or (output, cache), or (output, loss); with `return_block_indices` the
+            block indices come last.
 
         Raises:
             ValueError: an input or cache that does not match, a full cache (nothing is written),
@@ -317,6 +334,7 @@ class SparseAttention(Started):
         refuse_transforms("SparseAttention")
         disable_triton_kernel = check_bool("disable_triton_kernel", disable_triton_kernel)
         return_cache = check_bool("return_cache", return_cache)
+        return_block_indices = check_bool("return_block_indices", return_block_indices)
         masks = sliding_window_flex_mask, fine_selection_flex_mask
         functional.check_masks(*masks)
         check_input(inp, config.dim, self.to_qkv)
@@ -332,13 +350,25 @@ class SparseAttention(Started):
             return call_uncompiled(
                 self.forward, inp, cache, disable_triton_kernel, *masks, return_cache,
                 lengths=lengths, cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask,
-                documents=documents,
+                documents=documents, block_indices=block_indices,
+                return_block_indices=return_block_indices,
             )  # fmt: skip
+        cached = cache is not None
+        check_block_indices(inp, block_indices, return_block_indices, cached, config)
+        capacity = (cache.max_length or 0) if cache is not None else 0
+        is_dense = self._dense or 0 < capacity <= config.dense_length
+        if config.importance == "given" and block_indices is None and not is_dense:
+            raise ValueError("block_indices must be given with importance='given', got None")
+        given = block_indices is not None and not is_dense
         bounds = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
-        check_rows(inp, cache is not None, lengths, documents, **bounds)
-        layout, lengths = layer_layout(inp, config.alignment, cache is not None, lengths, **bounds)
+        check_rows(inp, cached, lengths, documents, **bounds)
+        layout, lengths = layer_layout(inp, config.alignment, cached, lengths, **bounds)
+        s = config.selection_block_size
+        indices: Any = block_indices
         if layout is not None:
             inp = layout.spread(inp)
+            if indices is not None:
+                indices = layout.spread_blocks(indices, s)
             documents = layout.documents if cache is None else None
         positions = None if documents is None else documents.positions()
         tokens: Any = None if cache is None else cache.new_tokens(inp, lengths)
@@ -360,7 +390,7 @@ class SparseAttention(Started):
         if cache is not None:
             cache.bind(self.identity, config.geometry, {"k": kv[0], "v": kv[1]})
         q_rows, k_rows, v_rows = (t.transpose(1, 2) for t in (q, *kv[:2]))
-        call = Call(q_rows, k_rows, v_rows, q_offset=start)
+        call = Call(q_rows, k_rows, v_rows, q_offset=start, block_indices=indices)
         backend: Any = config.backend
         if disable_triton_kernel and backend in ("auto", "triton"):
             backend = ("flex", "eager") if q.is_cuda else "eager"
@@ -392,7 +422,8 @@ class SparseAttention(Started):
         # queries that rank blocks; `raw`, the keys and values to compress
         raw: dict[str, Tensor] = {}
         l, d, is_indexed = config.compress_block_size, config.d, self.to_index is not None
-        ranks = not self._dense or cache is not None or ranking_queries is not None
+        ranks = not (self._dense or given) or cached or ranking_queries is not None
+        ranks = ranks or return_block_indices or "compressed" in config.branches
         ranks = config.compresses and (ranks or config.use_diff_topk)
         if ranks and is_indexed:  # the gradient of the index stops here
             index = self.to_index(x.detach()).unflatten(-1, (-1, config.index_dim)).transpose(1, 2)
@@ -446,39 +477,45 @@ class SparseAttention(Started):
             inputs["ck"] = inputs["k"]
         elif is_indexed and "ck" in inputs:  # index keys of one head rank for all
             inputs["ck"] = inputs["ck"].expand(-1, -1, config.kv_heads, -1)
-        indices = None
+        settings, steps = config.for_functions, config.for_steps
+        if given:
+            settings, steps = config.for_given, config.for_given.but(dense_length=0)
+            inputs["block_indices"] = indices
+            for name in () if "compressed" in config.branches else ("ck", "cq"):
+                inputs.pop(name, None)
         if cache is not None and tokens.decoded:
-            if is_indexed and ranks:  # the kernels have a query for each head
+            if is_indexed and "cq" in inputs:  # the kernels have a query for each head
                 inputs["cq"] = inputs["cq"].repeat_interleave(config.heads // config.kv_heads, 2)
             # the kernels read lengths on the device: a CUDA graph can replay at any of them
             step = Call(
                 **inputs, lengths=start, counts=tokens.counts, page_table=cache.page_table,
                 counters=cache.workspace(q.device, config.kv_heads, decode.COUNTERS), ranking=ring,
             )  # fmt: skip
-            out = decode.run_decode_kernels(config.for_steps, step).flatten(2)
+            if return_block_indices and not given:
+                indices = decode.new_indices(step, steps)
+                step = step.but(new_indices=indices)
+            out = decode.run_decode_kernels(steps, functional.expand_heads(step)).flatten(2)
         else:
             call = Call(
                 **inputs, q_offset=start, documents=documents, leader_indices=leaders,
                 sliding_window_flex_mask=sliding_window_flex_mask,
                 fine_selection_flex_mask=fine_selection_flex_mask,
             )  # fmt: skip
-            settings = config.for_functions
-            is_short = cache is not None and 0 < (cache.max_length or 0) <= config.dense_length
-            if self._dense or is_short:
+            if is_dense:
                 settings = config.dense_alone if call.ck is None else config.dense
-            if call.has_masks() or documents is not None:
+            if call.has_masks() or documents is not None or given:
                 # the layer and its cache made all other tensors
                 call = functional.checked(call, settings)
             if cache is None:
                 branches.warn_dense(call, settings)
-            keep_slots = config.selection_stride > 1
+            keep_slots = config.selection_stride > 1 or return_block_indices
             out, indices = branches.attend(call, settings, backend, keep_slots)
             if self.observer is not None:
                 self.observer(call, settings, indices)
             out = self.tie_unread(out.flatten(2), call)
 
         if cache is not None:
-            if ring is not None and indices is not None:
+            if ring is not None and indices is not None and not tokens.decoded:
                 cache.keep_recent({"ranking": indices.transpose(1, 2)}, tokens, 1)
             cache.keep_recent(raw, tokens, l - 1)
             cache.finish(tokens, config.dense_length)
@@ -487,12 +524,16 @@ class SparseAttention(Started):
             out = tokens.zero_padding(out)
         elif layout is not None and config.out_bias:  # the output of padding is 0
             out = out.masked_fill((layout.target < 0)[..., None], 0)
+        results = [out, cache] if return_cache else [out]
         if ranking_queries is not None:
-            return out, ranking.ranking_loss(
+            loss = ranking.ranking_loss(
                 config, self.sinks, tensors, ranking_queries, documents, generator,
                 ranking_weights, layout,
             )  # fmt: skip
-        return (out, cache) if return_cache else out
+            results.append(loss)
+        if return_block_indices:
+            results.append(indices if layout is None else layout.collect_blocks(indices, s))
+        return tuple(results) if len(results) > 1 else out
 
     def ranks_by_tokens(self) -> bool:
         """Whether the keys that rank blocks, means of single tokens, are the rotated keys."""

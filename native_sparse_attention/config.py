@@ -111,7 +111,7 @@ class AttentionConfig:
         self.keep_checked(check_positive, "soft_cap")
         self.keep(branches=check_branches(self.branches), scale=check_scale(self.scale))
         check_block_sizes(self.block_sizes)
-        check_choice("importance", self.importance, IMPORTANCE_RULES)
+        check_choice("importance", self.importance, (*IMPORTANCE_RULES, "given"))
         l, d, s, stride = (getattr(self, name) for name in sizes)
         # token positions must fit into 32 bits
         limit = TOO_LARGE // s + 1
@@ -138,6 +138,8 @@ class AttentionConfig:
                 "interpolated_importance_score=True goes with importance='logits' only, "
                 f"got importance={self.importance!r}"
             )
+        if self.use_diff_topk and self.importance == "given":
+            raise ValueError("use_diff_topk must be False with importance='given': no scores")
         if self.dense_length and self.branches != ("selected",):
             raise ValueError(
                 "dense_length goes with branches=('selected',) only: with others no length makes "
@@ -157,7 +159,8 @@ class AttentionConfig:
     @property
     def ranks(self) -> bool:
         """Whether there are blocks to rank."""
-        return "selected" in self.branches and self.num_selected_blocks > 0
+        is_ranked = self.num_selected_blocks > 0 and self.importance != "given"
+        return is_ranked and "selected" in self.branches
 
     @property
     def compresses(self) -> bool:
@@ -171,7 +174,8 @@ class AttentionConfig:
         n += self.num_local_blocks if self.causal else 0
         # blocks whose windows end later are no candidates; gradients of scores need the ranking
         has_candidates = self.d <= s and (self.num_local_blocks > 0 or not self.causal)
-        return max(self.dense_length, s * n if has_candidates and not self.use_diff_topk else 0)
+        is_covered = has_candidates and not self.use_diff_topk and self.importance != "given"
+        return max(self.dense_length, s * n if is_covered else 0)
 
     def but(self, **values: Any) -> AttentionConfig:
         """These settings of the branches with other values, not checked again."""
@@ -269,7 +273,8 @@ class NSAConfig(AttentionConfig):
         sliding_window_size: w; the window branch attends to keys `i - w .. i`.
         importance: the score of a block: "logits" (mean logit of its windows), "max" (largest
             logit), "probs" (the paper's softmax mass), or "index": by index queries and keys, which
-            learn from the loss of `ranking_queries` (not with "compressed").
+            learn from the loss of `ranking_queries` (not with "compressed"). "given": nothing is
+            ranked, calls are given `block_indices`.
         interpolated_importance_score: interpolate window scores to tokens before ranking blocks.
         num_initial_blocks: first blocks that every query attends to, not ranked.
         num_local_blocks: blocks ending with the query's own that it attends to, not ranked
@@ -333,8 +338,10 @@ class NSAConfig(AttentionConfig):
     # an attribute is added later.
     # what functions take, which rank by the queries and keys that they are given
     for_functions: ClassVar[AttentionConfig]
-    # the same of steps past `dense_length`; dense at any length; and with nothing ranked
+    # the same of steps past `dense_length`; with block indices of the caller; dense at any length;
+    # and with nothing ranked
     for_steps: ClassVar[AttentionConfig]
+    for_given: ClassVar[AttentionConfig]
     dense: ClassVar[AttentionConfig]
     dense_alone: ClassVar[AttentionConfig]
     # what the contents of a cache depend on, by name
@@ -366,12 +373,14 @@ class NSAConfig(AttentionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         rule = INDEX_RULES[self.index_pool] if self.is_indexed else self.importance
-        dense = self.but(importance=rule, dense_length=sys.maxsize)
+        dense_rule = "logits" if rule == "given" else rule
+        dense = self.but(importance=dense_rule, dense_length=sys.maxsize)
         self.keep(
             geometry=self.values_of(*(GEOMETRY if self.selection_stride == 1 else RANKED_GEOMETRY)),
             alignment=max(self.d, self.selection_block_size),
             for_functions=self.but(importance=rule),
             for_steps=self.but(importance=rule, dense_length=0),
+            for_given=self.but(importance="given"),
             dense=dense,
             dense_alone=dense.but(num_selected_blocks=0),
         )
@@ -383,7 +392,7 @@ class NSAConfig(AttentionConfig):
             self.keep(kv_heads=self.heads)
         if self.index_dim is None:
             self.keep(index_dim=self.dim_head)
-        check_choice("importance", self.importance, (*IMPORTANCE_RULES, "index"))
+        check_choice("importance", self.importance, (*IMPORTANCE_RULES, "index", "given"))
         check_choice("index_pool", self.index_pool, INDEX_RULES)
         check_choice("branch_kv", self.branch_kv, BRANCH_KV)
         check_choice("backend", self.backend, BACKENDS)

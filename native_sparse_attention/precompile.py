@@ -70,7 +70,11 @@ def warmup(
                 x.requires_grad_(training)
                 offsets = torch.tensor([0, length // 2, length], device=device)
                 for cu_seqlens in (None, offsets) if documents else (None,):
-                    out = layer(x, cu_seqlens=cu_seqlens)
+                    indices = None
+                    if config.importance == "given":
+                        slots = 1, length, 1, config.num_selected_blocks
+                        indices = torch.zeros(slots, dtype=torch.int32, device=device)
+                    out = layer(x, cu_seqlens=cu_seqlens, block_indices=indices)
                     if training:
                         out.backward(torch.zeros_like(out))
                     del out

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -198,6 +199,9 @@ class Transformer(Started):
         activation_checkpointing: recompute each layer in the backward pass, for less memory.
         local_layers: indices of sparse layers that rank no blocks (`num_selected_blocks=0`), and
             attend to initial and local ones; -1 is the last.
+        share_ranking: indices of the sparse layers that rank blocks; each other one but those of
+            `local_layers` takes the block indices of the last of them before it
+            (`importance="given"`). All rank by default.
         rotary_emb, rope_theta, inv_freq: as in SparseAttention, for sparse and dense layers.
 
     Arguments out of range, and ids, caches or prompts that do not match, are a ValueError.
@@ -222,6 +226,7 @@ class Transformer(Started):
         config: NSAConfig | str | None = None,
         activation_checkpointing: bool = False,
         local_layers: Sequence[int] = (),
+        share_ranking: Sequence[int] | None = None,
         rotary_emb: RotaryEmbedding | Rotary | bool | None = None,
         rope_theta: float | None = None,
         inv_freq: Tensor | None = None,
@@ -269,6 +274,18 @@ class Transformer(Started):
         local = check_layers("local_layers", local_layers, depth)
         if local and not use_sparse_attn:
             raise ValueError(f"local_layers must be empty with use_sparse_attn=False, got {local}")
+        selecting = [i for i in range(depth) if use_sparse_attn and i not in local]
+        ranking = selecting
+        if share_ranking is not None:
+            ranking = check_layers("share_ranking", share_ranking, depth)
+            if not selecting or ranking[:1] != selecting[:1] or {*ranking} & {*local}:
+                first = f"begin with layer {selecting[0]}" if selecting else "be None"
+                raise ValueError(
+                    f"share_ranking must {first} and leave out local_layers, got {ranking}"
+                )
+        # layers whose block indices the next one takes
+        pairs = pairwise(selecting)
+        self.shared_rankings = {i for i, after in pairs if i in ranking and after not in ranking}
 
         self.num_tokens = num_tokens
         self.token_emb = nn.Embedding(num_tokens, dim)
@@ -283,8 +300,13 @@ class Transformer(Started):
                     settings = replace(
                         settings, num_selected_blocks=0, use_diff_topk=False, dense_length=0
                     )
-                    if not settings.compresses:
-                        parts["compress_mlp"] = None
+                elif index not in ranking:
+                    settings = replace(
+                        settings, importance="given", use_diff_topk=False,
+                        interpolated_importance_score=False,
+                    )  # fmt: skip
+                if settings is not layer_config and not settings.compresses:
+                    parts["compress_mlp"] = None
                 parts["use_triton_kernel"] = use_triton_fine_selection
                 attn = SparseAttention.from_config(settings, **parts, **rotary)
             else:
@@ -383,6 +405,7 @@ class Transformer(Started):
             if not queries:
                 raise ValueError("ranking_queries goes with layers of importance='index'")
         losses: list[Tensor] = []
+        block_indices: Any = None
 
         x = self.token_emb(ids)
         run: Any = lambda module, *args, **call: module(*args, **call)  # noqa: E731
@@ -390,12 +413,18 @@ class Transformer(Started):
             run = partial(checkpoint, use_reentrant=False)
         for index, (attn, ff) in enumerate(blocks):
             call = kwargs if cache is None else {**kwargs, "cache": cache[index]}
+            ranking: dict[str, Any] = {}
             if index in queries:
                 ranking = dict(ranking_queries=queries[index], ranking_weights=ranking_weights)
-                out, loss = run(attn, x, **call, **ranking)
-                losses.append(loss)
-            else:
-                out = run(attn, x, **call)
+            if index in self.shared_rankings:
+                ranking["return_block_indices"] = True
+            elif getattr(attn, "importance", None) == "given":
+                call = {**call, "block_indices": block_indices}
+            out = run(attn, x, **call, **ranking)
+            if ranking:
+                out, *others = out
+                losses += others[: index in queries]
+                block_indices = others[-1] if index in self.shared_rankings else block_indices
             x = x + out
             x = x + run(ff, x)
         x = x if layout is None else layout.collect(x)

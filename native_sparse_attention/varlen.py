@@ -85,6 +85,19 @@ class Layout:
         """Move entries from their positions [b p ...] to [b t ...]; hidden entries are zero."""
         return Move.apply(x, self.target, self.source)  # type: ignore[no-any-return]
 
+    def spread_blocks(self, block_indices: Tensor, s: int) -> Tensor:
+        """Block indices [b t r n] of blocks of the documents, as [b p r n] of blocks of the rows;
+        -1 past a document's end."""
+        first, end = (t[..., None, None] for t in self.documents.blocks(s))
+        indices = self.spread(block_indices)
+        return torch.where((indices >= 0) & (indices < end - first), indices + first, -1)
+
+    def collect_blocks(self, block_indices: Tensor, s: int) -> Tensor:
+        """The way back: [b t r n]; hidden tokens select nothing."""
+        first = self.documents.blocks(s)[0][..., None, None]
+        block_indices = torch.where(block_indices >= 0, block_indices - first, -1)
+        return self.collect(block_indices + 1) - 1
+
     def positions(self, entries: Tensor) -> Tensor:
         """Positions [b m] of entries [m] or [b m]; -1 for entry -1 and for hidden entries."""
         entries = entries.expand(len(self.target), -1)

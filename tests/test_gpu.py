@@ -278,7 +278,7 @@ def test_many_tokens(T, heads, kv_heads, width, rows):
 
     def attend(q, branch_gates, **keys):
         return nsa.native_sparse_attention(
-            q, **keys, branch_gates=branch_gates, recompute=True, return_indices=True,
+            q, **keys, branch_gates=branch_gates, recompute=True, return_block_indices=True,
             backend="triton", **PAPER,
         )  # fmt: skip
 

@@ -64,14 +64,21 @@ def attend(
 
 def rank(call: Call, config: AttentionConfig, backend: str) -> tuple[Tensor, Tensor | None]:
     """The selected block indices [B T R n], and gates with differentiable top-k."""
+    if call.block_indices is not None:
+        return call.block_indices, None
     if not config.ranks:
-        heads = (call.k if config.query_heads_share_selected_kv else call.q).shape[2]
-        return call.q.new_empty(*call.q.shape[:2], heads, 0, dtype=torch.int32), None
+        return no_blocks(call, config, 0), None
     ranking = call.ranking_call(config.branches)
     if config.use_diff_topk:
         block_indices = dispatch.MODULES[backend].select_blocks(ranking, config)
         return block_indices, chunked.selection_gates(ranking, config, block_indices)
     return dispatch.MODULES[backend].select_blocks(ranking, config), None
+
+
+def no_blocks(call: Call, config: AttentionConfig, n: int) -> Tensor:
+    """Block indices [B T R n] of queries that select none."""
+    heads = (call.k if config.query_heads_share_selected_kv else call.q).shape[2]
+    return call.q.new_full((*call.q.shape[:2], heads, n), -1, dtype=torch.int32)
 
 
 # the selected branch alone
@@ -80,17 +87,23 @@ def rank(call: Call, config: AttentionConfig, backend: str) -> tuple[Tensor, Ten
 def attend_one_softmax(
     call: Call, config: AttentionConfig, backend: str, keep_slots: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The output [B T H E], and the block indices, with `keep_slots` of dense queries too."""
-    T, is_dense = call.q.shape[1], dense_queries(call, config)
+    """The output [B T H E], and the block indices. With `keep_slots` a call whose blocks cover its
+    sequences ranks them too, and one that is dense by `dense_length` alone selects none."""
+    T, is_dense = call.q.shape[1], dense_queries(call, config, keep_slots)
     first = 0 if isinstance(is_dense, Tensor) else is_dense
     if first == T:
-        indices = rank(call, config, backend)[0] if keep_slots else None
+        indices = None
+        if keep_slots and config.dense_length == sys.maxsize:  # a later call may not be dense
+            indices = rank(call, config, backend)[0]
+        elif keep_slots:
+            indices = no_blocks(call, config, config.num_selected_blocks)
         return attend_densely(call, config, backend), indices
 
     sparse = call
     if first:
-        cq, offset = None if call.cq is None else call.cq[:, first:], call.q_offset + first
-        sparse = call.but(q=call.q[:, first:], cq=cq, q_offset=offset, leader_indices=None)
+        names = [n for n in ("q", "cq", "block_indices") if getattr(call, n) is not None]
+        rows = {name: getattr(call, name)[:, first:] for name in names}
+        sparse = call.but(**rows, q_offset=call.q_offset + first, leader_indices=None)
     whole = config.ranks and not config.use_diff_topk and not (keep_slots and first)
     if whole and backend == "triton":
         out, indices = triton_backend.native_sparse_attention(sparse, config)
@@ -111,10 +124,10 @@ def attend_one_softmax(
     return out, indices
 
 
-def dense_queries(call: Call, config: AttentionConfig) -> int | Tensor:
-    """How many of the first queries are dense: all, by `dense_length` or because their blocks
-    cover all that they see, or those before `dense_length`. Or if that differs between sequences
-    or the host does not know, which queries [B|1 T] are."""
+def dense_queries(call: Call, config: AttentionConfig, keep_slots: bool) -> int | Tensor:
+    """How many of the first queries are dense: all, by `dense_length` or, unless `keep_slots`,
+    because their blocks cover all that they see, or those before `dense_length`. Or if that differs
+    between sequences or the host does not know, which queries [B|1 T] are."""
     T, S, offset, documents = call.q.shape[1], call.k.shape[1], call.q_offset, call.documents
     length, causal = config.dense_length, config.causal
     if length == sys.maxsize:
@@ -126,7 +139,7 @@ def dense_queries(call: Call, config: AttentionConfig) -> int | Tensor:
         return positions < length if causal else documents.last - documents.first <= length
     if length and causal and not is_known:
         return reference.query_positions(call.q, offset) < length
-    if is_known and config.dense_limit >= S:
+    if is_known and (length if keep_slots else config.dense_limit) >= S:
         return T
     return max(0, min(T, length - offset)) if causal and length else 0
 

@@ -36,6 +36,7 @@ class Call(NamedTuple):
     page_table: Any = None
     counters: Any = None
     ranking: Any = None
+    new_indices: Any = None  # [B T R n], which a step writes
     documents: Documents | None = None
     q_offset: Any = 0  # int or Tensor [B]; before the checks None for the last T tokens
     seq_len: Any = None  # S, where the call has windows alone

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import BRANCHES, check_given, check_tensor
+from ..checks import BRANCHES, check_bool, check_given, check_tensor
 from ..compat import refuse_transforms
 from ..config import AttentionConfig, config_of_key
 from . import branches, dispatch
 from .call import FIELDS, Call
-from .functional import AXES, check_read, check_tensors
+from .functional import AXES, check_read, check_tensors, expand_heads
 from .triton.operator import operator
 
 # counters per sequence and KV head
@@ -52,6 +52,7 @@ def decode_attention(
     window_k: Tensor | None = None,
     window_v: Tensor | None = None,
     page_table: Tensor | None = None,
+    block_indices: Tensor | None = None,
     ranking: Tensor | None = None,
     counters: Tensor | None = None,
     importance: str = "logits",
@@ -65,8 +66,9 @@ def decode_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    return_block_indices: bool = False,
     backend: str | tuple[str, ...] = "auto",
-) -> Tensor:
+) -> Any:
     """Causal `native_sparse_attention` of the T newest tokens of every sequence over a KV cache.
     The cache already holds their keys, values and complete windows.
 
@@ -88,6 +90,7 @@ def decode_attention(
         ranking: with a `selection_stride` R above 1, int32 [B, R_, size, n]: block indices of each
             token at its position modulo size, which is at least T + 1. The call reads the indices
             of a group that began before it, and writes its own.
+        block_indices, return_block_indices: as in `native_sparse_attention`, of the new tokens.
         counters: `workspace(B, K, device)`: int32 zeros before and after the call. Concurrent steps
             need one each. None: the call allocates it, with one more launch.
 
@@ -96,7 +99,7 @@ def decode_attention(
     The remaining arguments are those of `native_sparse_attention`.
 
     Returns:
-        [B, T, H, E].
+        [B, T, H, E], and with `return_block_indices` also the block indices.
 
     Raises:
         ValueError: shapes, dtypes, devices or settings do not match.
@@ -104,6 +107,8 @@ def decode_attention(
     """
     refuse_transforms("decode_attention")
     check_given(q=q, k=k, v=v, lengths=lengths)
+    return_block_indices = check_bool("return_block_indices", return_block_indices)
+    importance = importance if block_indices is None else "given"
     config = AttentionConfig(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
@@ -117,19 +122,31 @@ def decode_attention(
     )  # fmt: skip
     call = Call(
         q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, sinks,
-        lengths=lengths, counts=counts, page_table=page_table, counters=counters, ranking=ranking,
+        block_indices=block_indices, lengths=lengths, counts=counts, page_table=page_table,
+        counters=counters, ranking=ranking,
     )  # fmt: skip
-    check_step(call, config)
+    call = check_step(call, config)
     if backend == "auto" and q.is_cuda:
         backend = ("triton", "eager")  # flex has no form of it
     if dispatch.choose(backend, "decode_attention", call, config) == "eager":
-        return decode_eagerly(config, call)
+        out, indices = decode_eagerly(config, call, return_block_indices)
+        return (out, indices) if return_block_indices else out
     if counters is None:
         call = call.but(counters=workspace(q.shape[0], k.shape[2], q.device))
-    return run_decode_kernels(config, call)
+    if not return_block_indices:
+        return run_decode_kernels(config, call)
+    if config.ranks:
+        call = call.but(new_indices=new_indices(call, config))
+    out, indices = run_decode_kernels(config, call), call.new_indices
+    return out, call.block_indices if indices is None else indices
 
 
-def check_step(call: Call, config: AttentionConfig) -> None:
+def new_indices(call: Call, config: AttentionConfig) -> Tensor:
+    """Block indices [B T R n] of a step, which writes those of real tokens; -1."""
+    return branches.no_blocks(call, config, config.num_selected_blocks)
+
+
+def check_step(call: Call, config: AttentionConfig) -> Call:
     axes = {name: spec.replace("S", "N") for name, spec in AXES.items()}
     if call.page_table is not None:
         stored = ("k", "v", "window_k", "window_v", "ck", "cv")
@@ -159,31 +176,35 @@ def check_step(call: Call, config: AttentionConfig) -> None:
     for name, t in (("counters", call.counters), ("ranking", ranking)):
         if isinstance(t, Tensor) and not t.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
+    return expand_heads(call)
 
 
 @operator(
-    "decode_attention(Tensor?[] inputs, Tensor(a!) counters, Tensor(b!)? ranking, str key) "
-    "-> Tensor",
+    "decode_attention(Tensor?[] inputs, Tensor(a!) counters, Tensor(b!)? ranking, "
+    "Tensor(c!)? new_indices, str key) -> Tensor",
     fake=lambda inputs, *_: inputs[0].new_empty(*inputs[0].shape[:-1], inputs[2].shape[-1]),
 )
-def decode(inputs, counters, ranking, key):
+def decode(inputs, counters, ranking, new_indices, key):
     """A step [B T H E] by the kernels."""
     from ..kernels.decode import persistent
 
-    call = Call(*inputs, counters=counters, ranking=ranking)
+    call = Call(*inputs, counters=counters, ranking=ranking, new_indices=new_indices)
     return persistent.decode(call, config_of_key(key))
 
 
 def run_decode_kernels(config: AttentionConfig, call: Call) -> Tensor:
     """`decode` of tensors by their names."""
     inputs = [getattr(call, name) for name in READ]
-    out: Tensor = decode(inputs, call.counters, call.ranking, config.key)
+    out: Tensor = decode(inputs, call.counters, call.ranking, call.new_indices, config.key)
     return out
 
 
-def decode_eagerly(config: AttentionConfig, call: Call) -> Tensor:
-    """Decode in eager PyTorch, over the whole storage of each sequence."""
-    names = ("k", "v", "ck", "cv", "window_k", "window_v")
+def decode_eagerly(
+    config: AttentionConfig, call: Call, keep_slots: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Decode in eager PyTorch, over the whole storage of each sequence: the output and, with
+    `keep_slots`, the block indices."""
+    names: tuple[str, ...] = ("k", "v", "ck", "cv", "window_k", "window_v")
     streams = {name: t for name in names if (t := getattr(call, name)) is not None}
     if call.page_table is not None:  # [pages, N, K, D] -> [B, tokens, K, D]
         pages = call.page_table.long()
@@ -205,10 +226,11 @@ def decode_eagerly(config: AttentionConfig, call: Call) -> Tensor:
     if keeps_ranking:
         last = ((starts - 1) % ranking.shape[2])[:, None, None, None]
         leader = ranking.gather(2, last.expand(-1, ranking.shape[1], 1, ranking.shape[3]))[:, :, 0]
-    names = ("q", "cq", "mem_k", "mem_v", "sinks", "branch_gates")
+    names = ("q", "cq", "mem_k", "mem_v", "sinks", "branch_gates", "block_indices")
     streams |= {name: getattr(call, name) for name in names}
     whole = Call(**streams, q_offset=starts, leader_indices=leader)
-    out, block_indices = branches.attend(whole, config, "eager", keep_slots=keeps_ranking)
+    keep_slots = keep_slots or keeps_ranking
+    out, block_indices = branches.attend(whole, config, "eager", keep_slots=keep_slots)
     new = torch.arange(T, device=q.device)
     if keeps_ranking and block_indices is not None:
         keep = (new < (ends - starts)[:, None])[:, None, :, None]
@@ -217,5 +239,8 @@ def decode_eagerly(config: AttentionConfig, call: Call) -> Tensor:
         ranked = torch.where(keep, block_indices.transpose(1, 2), ranking.gather(2, slots))
         ranking.scatter_(2, slots, ranked)
     if call.counts is None:
-        return out
-    return out.masked_fill((new >= call.counts[:, None])[..., None, None], 0.0)
+        return out, block_indices
+    padding = (new >= call.counts[:, None])[..., None, None]
+    if block_indices is not None and call.block_indices is None:
+        block_indices = block_indices.masked_fill(padding, -1)
+    return out.masked_fill(padding, 0.0), block_indices

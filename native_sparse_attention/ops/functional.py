@@ -85,11 +85,14 @@ def check_read(call: Call, config: AttentionConfig) -> None:
     branches = config.branches
     is_read = {name: branch in branches for name, branch in READ_BY.items()}
     is_read |= dict(ck=config.compresses, cq=config.compresses, branch_gates=len(branches) > 1)
+    is_given = config.importance == "given" and "selected" in branches
+    is_read |= dict(block_indices=is_given, leader_indices=config.ranks)
     for name in is_read:
         value = getattr(call, name)
         if value is not None and not is_read[name]:
-            raise ValueError(f"{name} must be None with branches={branches}, which do not read it")
-        if is_read[name] and name in ("ck", "cv", "branch_gates"):
+            settings = f"branches={branches}" + ", block_indices" * is_given
+            raise ValueError(f"{name} must be None with {settings}, which do not read it")
+        if is_read[name] and name in ("ck", "cv", "branch_gates", "block_indices"):
             check_given(**{name: value})
 
 
@@ -113,7 +116,7 @@ def check_tensors(
     tensors = {name: t for name in axes if (t := getattr(call, name)) is not None}
     dims = check_shapes(**{name: (t, axes[name]) for name, t in tensors.items()})
     H, K, R = dims["H"], dims["K"], dims.get("R")
-    if R not in (None, K, H):
+    if R not in (None, K, H) and not (R == 1 and is_layer and "block_indices" in tensors):
         name = "block_indices" if "block_indices" in tensors else "cq"
         raise ValueError(f"{name} must have K={K} or H={H} heads, got {R}")
     check_same(**{name: t for name, t in tensors.items() if name not in DTYPES})
@@ -172,7 +175,14 @@ def checked(call: Call, config: AttentionConfig, is_layer: bool = True) -> Call:
                     f"{name}, which they know nothing of"
                 )
     sinks = call.sinks if is_layer or call.sinks is None else call.sinks[None]
-    return call.but(q_offset=offset, sinks=sinks, seq_len=S)
+    return expand_heads(call.but(q_offset=offset, sinks=sinks, seq_len=S))
+
+
+def expand_heads(call: Call) -> Call:
+    """The call with block indices of one head for each KV head."""
+    if call.block_indices is None or call.block_indices.shape[2] != 1 or call.k is None:
+        return call
+    return call.but(block_indices=call.block_indices.expand(-1, -1, call.k.shape[2], -1))
 
 
 def branch_config(
@@ -229,9 +239,10 @@ def native_sparse_attention(
     use_diff_topk: bool = False,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
+    block_indices: Tensor | None = None,
     leader_indices: Tensor | None = None,
     scale: float | None = None,
-    return_indices: bool = False,
+    return_block_indices: bool = False,
     recompute: bool = False,
     block_sizes: BlockSizes | None = None,
     soft_cap: float | None = None,
@@ -261,7 +272,13 @@ def native_sparse_attention(
             head, [B, T, K, I], if the query heads share rankings.
         window_k, window_v: keys and values of branch 3; k and v by default.
         use_diff_topk: let gradients reach the scores through straight-through gates.
-        return_indices: also return the selected block indices, [B, T, K or H, n].
+        block_indices: blocks that queries select, in place of a ranking: [B, T, K, n], [B, T, H, n]
+            or [B, T, 1, n] for all heads, as `selected_attention` takes them; equal within groups
+            of `selection_stride` tokens. Then `num_selected_blocks` and the settings of the
+            ranking have no effect, and ck and cq are of the compressed branch alone.
+        return_block_indices: also return the selected block indices, [B, T, K or H, n]; -1 for
+            calls that `dense_length` makes dense. Given back as `block_indices` with the same
+            settings, they give the same bits.
         recompute: do not save branch outputs; the backward computes them again (Triton only; other
             backends save the tensors that autograd saves).
         block_sizes: replace the tile configs of the Triton kernels; other backends have none.
@@ -276,9 +293,10 @@ def native_sparse_attention(
     flex_attention and the ranking runs in eager PyTorch.
 
     Returns:
-        [B, T, H, E], and with `return_indices` also the block indices.
+        [B, T, H, E], and with `return_block_indices` also the block indices.
     """
-    return_indices = check_bool("return_indices", return_indices)
+    return_block_indices = check_bool("return_block_indices", return_block_indices)
+    importance = importance if block_indices is None else "given"
     config = AttentionConfig(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
@@ -293,14 +311,15 @@ def native_sparse_attention(
     )  # fmt: skip
     call = Call(
         q, k, v, ck, cv, branch_gates, cq, mem_k, mem_v, window_k, window_v, sinks,
-        leader_indices=leader_indices, documents=documents, q_offset=q_offset,
+        block_indices=block_indices, leader_indices=leader_indices, documents=documents,
+        q_offset=q_offset,
         sliding_window_flex_mask=sliding_window_flex_mask,
         fine_selection_flex_mask=fine_selection_flex_mask,
     )  # fmt: skip
     call = checked(call, config)
     name = dispatch.choose(backend, "native_sparse_attention", call, config)
-    out, block_indices = branches_of.attend(call, config, name, keep_slots=return_indices)
-    return (out, block_indices) if return_indices else out
+    out, block_indices = branches_of.attend(call, config, name, keep_slots=return_block_indices)
+    return (out, block_indices) if return_block_indices else out
 
 
 @takes_documents

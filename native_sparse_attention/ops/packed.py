@@ -111,13 +111,9 @@ def run_packed(
     check_bounds(shape, q.device, **bounds)
     layout = docs.layout(shape, q.device, max(d, s), **bounds)
     documents = layout.documents
-    first_block, end_block = (t[..., None, None] for t in documents.blocks(s))
-
     aligned = {name: layout.spread(call[name]) for name in names if name in TOKENS}
-    if "block_indices" in names:  # from a document's to its row's; -1 past the document's end
-        indices = aligned["block_indices"]
-        is_valid = (indices >= 0) & (indices < end_block - first_block)
-        aligned["block_indices"] = torch.where(is_valid, indices + first_block, -1)
+    if "block_indices" in names:
+        aligned["block_indices"] = layout.spread_blocks(call["block_indices"], s)
     if "ck" in names:
         windows = layout.windows(d, call["ck"].shape[1], causal=causal)
         W, counts = call["ck"].shape[1], (windows.source >= 0).sum(1)
@@ -140,8 +136,7 @@ def run_packed(
         if t is None:  # block indices of branches that select none
             return None
         if t.dtype == torch.int32:
-            t = torch.where(t >= 0, t - first_block, -1)
-            t = layout.collect(t + 1) - 1  # hidden tokens select nothing
+            t = layout.collect_blocks(t, s)
         else:
             t = layout.collect(t)
             if t.ndim == 3:  # log-sum-exps

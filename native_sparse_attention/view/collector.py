@@ -236,7 +236,7 @@ def read(
         mass = mass.gather(-1, slots.clamp(min=0).long())
         fields["block_mass"] = mass.masked_fill((slots < 0) & ~mass.isnan(), 0.0)
         fields["mass"] = fields["block_mass"].sum(dim=-1).masked_fill(dense[..., None], 1.0)
-        if best.shape[-1] and call.ck is not None:
+        if best.shape[-1] and config.ranks:
             fields["scores"] = ranking_scores(call, config.but(scale=scale), i, best)
         # blocks count from the document's first token
         chosen = torch.where(chosen < 0, -1, chosen - low[..., None, None])

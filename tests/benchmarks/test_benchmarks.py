@@ -322,7 +322,7 @@ def test_selected_blocks_are_read_off_the_output():
     ours.prepare(x, STEP)
     found = decode.block_indices(decode.selected(ours, x, STEP), STEP)
     inputs = [x[name] for name in ("q", "k", "v", "ck", "cv", "branch_gates")]
-    options = dict(q_offset=x["lengths"].long(), sliding_window_size=c.w, return_indices=True)
+    options = dict(q_offset=x["lengths"].long(), sliding_window_size=c.w, return_block_indices=True)
     _, indices = native_sparse_attention(*inputs, **options, **c.ranking)
     assert c.T // c.s > c.D and torch.equal(found, indices.sort(-1).values)
     out = ours.call(x, STEP)

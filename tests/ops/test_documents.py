@@ -76,10 +76,10 @@ def test_rows_of_ids_and_padding(causal):
 def test_packed_without_a_batch():
     call = draw("layer", lengths=DOCUMENTS)
     flat = {n: t if n.startswith("mem") else t[0] for n, t in call.tensors.items()}
-    found = call._replace(tensors=flat)("eager", return_indices=True)
-    for a, b in zip(found, call("eager", return_indices=True)):
+    found = call._replace(tensors=flat)("eager", return_block_indices=True)
+    for a, b in zip(found, call("eager", return_block_indices=True)):
         assert torch.equal(a, b[0])
-    settings = call.settings | dict(branches=("window",), return_indices=True)
+    settings = call.settings | dict(branches=("window",), return_block_indices=True)
     out, indices = native_sparse_attention(*(flat[name] for name in "qkv"), **settings)
     assert out.shape == flat["q"].shape and indices is None  # nothing is selected
 

@@ -61,7 +61,7 @@ def run(call, backend):
     with running(backend) as name, torch.no_grad():
         if call.op is not nsa.native_sparse_attention:
             return *call(name), None
-        out, block_indices = call(name, return_indices=True)
+        out, block_indices = call(name, return_block_indices=True)
         return out, None, block_indices
 
 

@@ -65,7 +65,7 @@ def test_layers(branch, case):
         pytest.skip("the gates' gradients are those of the ranking; a layer at a row's own place "
                     "or dense in part is not of such branches")  # fmt: skip
     call = draw(branch, torch.float64, **given)
-    _, block_indices = call("eager", return_indices=True)
+    _, block_indices = call("eager", return_block_indices=True)
     if given.get("dense_length"):
         block_indices = torch.arange(9, dtype=torch.int32).expand(*block_indices.shape[:3], -1)
     assert_same(
@@ -160,7 +160,7 @@ SIZES = dict(
 def test_empty_tensors(B, T, S):
     shapes = (T, 4, 3), (S, 2, 3), (S, 2, 5), (S // 2, 2, 3), (S // 2, 2, 5), (T, 4, 3)
     tensors = [normal(B, *shape) for shape in shapes]
-    out, indices = nsa.native_sparse_attention(*tensors, **SIZES, return_indices=True)
+    out, indices = nsa.native_sparse_attention(*tensors, **SIZES, return_block_indices=True)
     assert out.shape == (B, T, 4, 5) and indices.shape == (B, T, 2, 2)
 
 

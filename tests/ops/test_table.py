@@ -224,7 +224,7 @@ def test_layers(backend, dtype, branch, case, untraced_flex):
         if {"use_diff_topk", "dense_length", "starts"} & given.keys():
             pytest.skip("of half precision the selection is given, the rest is held in float32")
         with torch.no_grad(), running(backend) as name:  # near-ties may fall either way
-            _, block_indices = call(name, return_indices=True)
+            _, block_indices = call(name, return_block_indices=True)
         specification = under_selection(call, block_indices)
     check_right(backend, dtype, call, given, specification)
 

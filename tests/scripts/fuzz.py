@@ -76,7 +76,7 @@ def run_call(rng: random.Random) -> str:
         call, specification = calls.draw(kind, dtype, **settings), None
         if kind in calls.LAYERS:  # near-ties may fall either way
             with torch.no_grad():
-                _, block_indices = call("triton", return_indices=True)
+                _, block_indices = call("triton", return_block_indices=True)
             specification = calls.under_selection(call, block_indices)
         op = functools.partial(call.op, **call.settings)
         budget.assert_right(op, call.tensors, dtype, "triton", specification)

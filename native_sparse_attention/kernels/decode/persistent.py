@@ -31,6 +31,7 @@ from ..common.launch import cdiv, next_power_of_2
 from ..common.precompile import launcher
 from ..common.primitives import candidates_end, load_rows, soft_capped, softmax_step
 from ..common.tile_configs import MAX_COLUMN_N
+from ..selected.branch import keep_valid_blocks
 from ..topk import topn
 from . import read_all, step
 from .kv_cache import cache_offsets, load_page, slot_offsets
@@ -494,7 +495,8 @@ def nsa_decode_persistent(
         reduce_tile, kv_index = reduce_program % REDUCE_PROGRAMS, reduce_program // REDUCE_PROGRAMS
         b, h = (kv_index // K).to(tl.int64), kv_index % K
         barriers = counters + kv_index * step.COUNTERS
-        if F.TOPN == 0 or F.STRIDE > 1:  # no other program does where no token leads its group
+        # no other program does where no token leads its group
+        if F.SCORE_MODE == SCORES_NONE or F.STRIDE > 1:
             step.wait(barriers + SCORES_DONE, TILES * CMP_SPLITS)
             if F.PROBS:
                 step.wait(barriers + PROBS_DONE, PROB_SPLITS * T * RANKS_PER_KV)
@@ -549,14 +551,14 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
     """The launch of a step, so that each stage has about TARGET_PROGRAMS programs."""
     B, T, H, K, E, W = shape.B, shape.T, shape.H, shape.K, shape.E, shape.windows
     s, d, local = config.selection_block_size, config.d, config.num_local_blocks
-    n, one_softmax = config.num_selected_blocks if W else 0, shape.one_softmax
-    ranks = K if config.query_heads_share_selected_kv else H
+    (ranks, n), one_softmax = step.ranking_size(shape, config), shape.one_softmax
+    is_ranked = n > 0 and shape.given is None
     # with importance="max" the largest score of a block is stored
     per_block = s // d if config.importance == "max" and s > d else 0
     settings = step.settings_of(shape, config, per_block)
     probs, block_s, w = settings["PROBS"], settings["BLOCK_S"], settings["w"]
     score_mode, score_heads = SCORES_SUM, K
-    if n == 0:
+    if not is_ranked:
         score_mode, score_heads = SCORES_NONE, 0
     elif probs or not config.query_heads_share_selected_kv:
         score_mode, score_heads = SCORES_PER_HEAD, H
@@ -577,7 +579,7 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
 
     tiles = cdiv(T * heads, block_m)
     tokens, blocks_per_tile = B * ranks * T, block_keys // block_s
-    cmp = 0 if one_softmax and not n else num_splits(B * K * tiles, cdiv(W, block_n))
+    cmp = 0 if one_softmax and not is_ranked else num_splits(B * K * tiles, cdiv(W, block_n))
     cmp_partials = 0 if one_softmax else cmp
     prob_splits = num_splits(tokens, cdiv(W, BLOCK_W)) if probs else 0
     # fused local blocks are one split of their own
@@ -592,11 +594,11 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
     reduce_programs = cdiv(T * (H // K), reduce_rows) * cdiv(E, reduce_columns)
 
     programs = B * K * (cmp * tiles + reduce_programs)
-    programs += tokens * (prob_splits + (n > 0) + window + num_selected)
+    programs += tokens * (prob_splits + is_ranked + window + num_selected)
     warmup = programs <= MAX_RESIDENT
     # several programs rank a token's blocks where there is room for them
-    blocks, rank_programs, rank_split_blocks = cdiv(shape.tokens, s), min(n, 1), 0
-    if n and config.selection_stride == 1:
+    blocks, rank_programs, rank_split_blocks = cdiv(shape.tokens, s), int(is_ranked), 0
+    if is_ranked and config.selection_stride == 1:
         min_blocks, most = RANK_SPLIT_BLOCKS
         free = max(0, MAX_RESIDENT_RANKING - programs)
         split_programs = min(cdiv(blocks, min_blocks), 1 + free // tokens)
@@ -609,7 +611,7 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
     compared, rank_chunks = 1, 1
     if rank_split_blocks:
         compared = next_power_of_2(cdiv(blocks, RANK_COMPARED))
-    elif n and is_sorted:
+    elif is_ranked and is_sorted:
         rank_chunks = min(RANK_CHUNKS, next_power_of_2(cdiv(max(1, W * d // s), RANK_N)))
 
     numbers = dict(
@@ -631,7 +633,7 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
         RANK_SPLIT_BLOCKS=rank_split_blocks, RANK_SPLIT_CHUNKS=min(RANK_SPLIT_CHUNKS, compared),
         RANK_COMPARED=RANK_COMPARED, PADDED_TOPN=max(2, next_power_of_2(n)),
         SELECTED_BLOCKS=selected,
-        TAIL_SIZE=shape.tail_size if config.selection_stride > 1 and n else 0,
+        TAIL_SIZE=shape.tail_size if config.selection_stride > 1 and is_ranked else 0,
         SCORE_MODE=score_mode.value, BLOCK_WINDOWS=per_block, FUSE_LOCAL=fuse_local,
         SEPARATE_WINDOW=shape.has_window, WARMUP=warmup, ONE_SOFTMAX=one_softmax,
     )  # fmt: skip
@@ -648,11 +650,17 @@ def decode(call: calls.Call, config: AttentionConfig) -> Tensor:
         t.contiguous() if isinstance(t, Tensor) and t.stride(-1) != 1 else t for t in call
     )
     call = calls.Call(*readable)
+    if call.block_indices is not None:
+        selection = launch.Selection(
+            call.block_indices, config.selection_block_size, config.num_initial_blocks,
+            config.num_local_blocks, True, starts=call.lengths,
+        )  # fmt: skip
+        call = call.but(block_indices=keep_valid_blocks(selection, 1 << 30).block_indices)
     shape = step.shape_of(call)
     out = call.q.new_empty(shape.B, shape.T, shape.H, shape.E)
     if out.numel() == 0:
         return out
     launch_plan = read_all.plan(shape, config) or plan(shape, config)
-    arguments = step.tensor_arguments(call, launch_plan, config, out) | launch_plan.args
+    arguments = step.tensor_arguments(call, shape, launch_plan, config, out) | launch_plan.args
     launcher(launch_plan.kernel, (launch_plan.programs,))(**arguments, num_stages=1)
     return out

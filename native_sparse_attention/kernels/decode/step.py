@@ -219,11 +219,12 @@ def reduce_partials(
 
 # what a plan depends on besides the settings. `tokens` and `windows` are what the storage of one
 # sequence holds; page size 0 without a page table. With `is_wide`, offsets within a sequence need
-# 64 bits
+# 64 bits. `given` is the shape of block indices of the caller, and `is_asked` whether a step writes
+# its own
 Shape = namedtuple(
     "Shape",
     "B T H K D E tokens windows memory page_size tail_size dtype has_counts has_sinks has_window "
-    "one_softmax is_wide",
+    "one_softmax is_wide given is_asked",
 )
 
 
@@ -253,7 +254,17 @@ def shape_of(call: Call) -> Shape:
         call.counts is not None, call.sinks is not None, call.window_k is not None,
         call.branch_gates is None,
         any(t.shape[1] * pages * t.stride(1) >= 1 << 31 for t in streams),
+        None if call.block_indices is None else tuple(call.block_indices.shape),
+        call.new_indices is not None,
     )  # fmt: skip
+
+
+def ranking_size(shape: Shape, config: AttentionConfig) -> tuple[int, int]:
+    """Ranking heads, and block indices of each."""
+    if shape.given is not None:
+        return shape.given[2:]  # type: ignore[no-any-return]
+    ranks = shape.K if config.query_heads_share_selected_kv else shape.H
+    return ranks, config.num_selected_blocks if shape.windows else 0
 
 
 def settings_of(shape: Shape, config: AttentionConfig, block_windows: int = 0) -> dict[str, Any]:
@@ -263,8 +274,7 @@ def settings_of(shape: Shape, config: AttentionConfig, block_windows: int = 0) -
     s, w, local = config.selection_block_size, config.sliding_window_size, config.num_local_blocks
     if shape.one_softmax:  # a window of the local blocks
         w = max(0, local * s - 1)
-    n = config.num_selected_blocks if shape.windows else 0
-    ranks = shape.K if config.query_heads_share_selected_kv else shape.H
+    ranks, n = ranking_size(shape, config)
     l, d = (s, s) if block_windows else (config.compress_block_size, config.d)
     return dict(
         d=config.d, s=s, w=w, BLOCK_S=launch.padded(s), TOPN=n, INITIAL=config.num_initial_blocks,
@@ -290,13 +300,15 @@ def cache_arguments(lengths: Tensor, counts: Tensor | None, page_table: Tensor |
 
 
 def tensor_arguments(
-    call: Call, plan: Plan, config: AttentionConfig, out: Tensor
+    call: Call, shape: Shape, plan: Plan, config: AttentionConfig, out: Tensor
 ) -> dict[str, Any]:
     """The TENSORS of a step, with what its programs exchange."""
-    (B, T, H, D), (K, E) = call.q.shape, call.v.shape[2:]
+    B, T, H, K, D, E = shape[:6]
     partial_out = call.q.new_empty(plan.partials, B, T, H, E, dtype=torch.float32)
     scores = partial_out.new_empty(B, T, *plan.scores)
-    block_indices = call.counters.new_empty(plan.block_indices)
+    block_indices = call.block_indices if call.new_indices is None else call.new_indices
+    if block_indices is None:
+        block_indices = call.counters.new_empty(plan.block_indices)
     work = Workspace(
         scores, partial_out.new_empty(B, T, *plan.importances) if plan.importances else scores,
         block_indices, block_indices if call.ranking is None else call.ranking, partial_out,
@@ -320,7 +332,7 @@ def tensor_arguments(
         *map(launch.strided, streams), *memory,
         Gates(call.q, 0, 0, 0, 0) if gates is None else Gates(gates, *gates.stride()), sinks,
         cache_arguments(call.lengths, call.counts, call.page_table), work, out,
-        Heads(H, K, K if config.query_heads_share_selected_kv else H),
+        Heads(H, K, ranking_size(shape, config)[0]),
         config.scale_of(D) * launch.LOG2_E, launch.cap(config.soft_cap),
     )  # fmt: skip
     return dict(zip(TENSORS.split(), values, strict=True))

@@ -67,14 +67,15 @@ def why_not(op: str, call: Call, config: AttentionConfig) -> list[str]:
     group = q.shape[2] // k.shape[2] if k.shape[2] else 0
     if group > MAX_GROUP:
         reasons.append(f"{group} query heads share a KV head, at most {MAX_GROUP}")
-    n, s = config.num_selected_blocks, config.selection_block_size
+    n, s, indices = config.num_selected_blocks, config.selection_block_size, call.block_indices
+    n = n if indices is None else indices.shape[-1]
     width = max(t.shape[-1] for t in (q, v) if t is not None)
     if width > MAX_WIDTH:
         reasons.append(f"heads are {width} wide, at most {MAX_WIDTH}")
     elif q.is_cuda and not reasons:
         reasons += too_large(op, q, group, width, s)
     if n > MAX_SELECTED:
-        reasons.append(f"num_selected_blocks is {n}, at most {MAX_SELECTED}")
+        reasons.append(f"a query has {n} selected blocks, at most {MAX_SELECTED}")
     if s > MAX_BLOCK:
         reasons.append(f"selection_block_size is {s}, at most {MAX_BLOCK}")
     if 0 in q.shape:
@@ -108,7 +109,7 @@ def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor
         indices = select_blocks(ranking, config)
         gates = selection_gates(ranking, config, indices)
         call = call.but(block_indices=indices, gates=gates, leader_indices=None)
-    if config.branches == ("selected",):  # ck and cq only rank
+    if config.branches == ("selected",) and config.ranks:  # ck and cq only rank
         call = call.but(ck=call.ck.detach(), cq=None if call.cq is None else call.cq.detach())
     out, _, block_indices = attention(call, config)
     return out, block_indices

@@ -93,7 +93,7 @@ def test_a_length_compiles_nothing_anew(monkeypatch, importance):
 def layer(B, T, H, K, **settings):
     """The layer, forward and backward: its output, the selection and every gradient."""
     call = draw_layer(B, T, H, K, **settings)
-    out, lists = call("triton", return_indices=True)
+    out, lists = call("triton", return_block_indices=True)
     return [out, lists, *torch.autograd.grad(out.square().sum(), list(call.tensors.values()))]
 
 

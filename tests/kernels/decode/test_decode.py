@@ -203,7 +203,8 @@ def test_operator(monkeypatch):
         patch.setattr(
             decode, "run_decode_kernels",
             lambda config, call: calls.append(
-                ([getattr(call, n) for n in decode.READ], call.counters, call.ranking, config.key)
+                ([getattr(call, n) for n in decode.READ], call.counters, call.ranking, None,
+                 config.key)
             ),
         )  # fmt: skip
         decode_attention(

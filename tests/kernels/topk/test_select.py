@@ -60,7 +60,7 @@ def test_blocks_of_equal_interpolation(causal):
 
 def test_how_long_rankings_may_be():
     q, ck, mem_k = draw(20, 40, 4, 2, 16)
-    with pytest.raises(NotImplementedError, match="num_selected_blocks is 65, at most 64"):
+    with pytest.raises(NotImplementedError, match="a query has 65 selected blocks, at most 64"):
         select(q, ck, num_selected_blocks=65, mem_k=mem_k, seq_len=40)
 
 

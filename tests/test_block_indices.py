@@ -1,0 +1,198 @@
+"""Block indices that a caller gives in place of a ranking, and gets back: the same indices give the
+same bits, through functions, layers, caches and decode kernels, and for layers that share them."""
+
+import pytest
+import torch
+
+import native_sparse_attention as nsa
+from native_sparse_attention import NSAConfig, SparseAttention, Transformer
+from native_sparse_attention.ops.decode import decode_attention
+from tests.helpers import calls
+from tests.helpers.budget import CUDA, DEVICE
+from tests.kernels.decode import test_decode
+
+kernels = pytest.mark.kernels
+BACKENDS = ["eager", "flex", pytest.param("triton", marks=kernels)]
+FORMS = {
+    "plain": {},
+    "groups": dict(selection_stride=4, place=(17, 29)),
+    "initial": dict(num_initial_blocks=1),
+    "documents": dict(lengths=calls.DOCUMENTS),
+    "own rankings": dict(query_heads_share_selected_kv=False),
+}
+
+
+def given(call, indices, backend, **changes):
+    """The call without a ranking."""
+    is_single = call.settings.get("branches") == ("selected",)
+    tensors = {n: t for n, t in call.tensors.items() if not is_single or n not in ("ck", "cq")}
+    settings = call.settings | dict(block_indices=indices, backend=backend) | changes
+    return call.op(**tensors, **settings)
+
+
+@pytest.mark.slow(one_of=6)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", calls.LAYERS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_same_indices_give_the_same_bits(backend, kind, form):
+    call = calls.draw(kind, **FORMS[form])
+    has_gradients = backend != "flex" or CUDA
+    call = call.leaves() if has_gradients else call
+    out, indices = call(backend, return_block_indices=True)
+    again, same = given(call, indices, backend, return_block_indices=True)
+    assert torch.equal(out, again) and torch.equal(indices, same)
+    if not has_gradients:
+        return
+    (names, leaves), weights = zip(*call.tensors.items()), torch.randn_like(out)
+    grads = [
+        torch.autograd.grad((o * weights).sum(), leaves, materialize_grads=True)
+        for o in (out, again)
+    ]
+    for name, *pair in zip(names, *grads):
+        assert torch.equal(*pair), name
+
+
+@pytest.mark.slow(one_of=4)
+@pytest.mark.parametrize("s", [4, 16, 32, 64, 128])
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_one_head_of_any_indices(backend, s):
+    """Those of one head for all, in int64: some of the future, some missing, some twice."""
+    place = (7, 2 * s + 9)
+    call = calls.draw("one softmax", selection_block_size=s, compress_block_size=4, place=place)
+    indices = torch.randint(-1, 4, (2, 7, 1, 5), device=DEVICE)
+    found = given(call, indices, backend)
+    expected = given(call, indices.expand(-1, -1, calls.HEADS[0], -1), "eager")
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("case", ["plain", "one softmax, pages, sinks", "rankings of groups"])
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_steps(backend, case):
+    changes = {name: v for name, v in test_decode.CASES[case].items() if name != "integers"}
+    tensors, settings = test_decode.problem(torch.float32, **changes)
+    settings["counts"] = torch.tensor([2, 1], device=DEVICE)[: len(settings["lengths"])]
+    settings |= dict(return_block_indices=True, backend=backend)
+    ring = test_decode.ring(settings, changes.get("heads", (2, 1)), tensors["q"].shape[1])
+    is_shared = settings.get("selection_stride", 1) > 1
+    out, indices = decode_attention(**tensors, **settings, ranking=ring if is_shared else None)
+    if tensors["branch_gates"] is None:
+        tensors |= dict(ck=None, cq=None)
+    again, same = decode_attention(**tensors, **settings, block_indices=indices)
+    assert torch.equal(indices, same)
+    # where a short cache is read whole, blocks are reduced in another order
+    torch.testing.assert_close(again, out, atol=1e-6, rtol=1e-5)
+
+
+def config_of(**changes):
+    sizes = dict(selection_block_size=8, num_selected_blocks=2, num_initial_blocks=1)
+    sizes |= dict(dim=32, dim_head=16, heads=4, kv_heads=2, num_local_blocks=1, causal=True)
+    return NSAConfig.preset("one-softmax", 1024, **sizes | dict(dense_length=0) | changes)
+
+
+SETTINGS = {
+    "tokens": {},
+    "groups": dict(selection_stride=4),
+    "dense begin": dict(dense_length=24),
+    "index": dict(importance="index"),
+    "three branches": dict(
+        branches=("compressed", "selected", "window"), importance="logits", rank_rotated=False,
+        compress_block_size=8, compress_block_sliding_stride=4, sliding_window_size=11,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_layer(name):
+    layer = SparseAttention.from_config(config_of(**SETTINGS[name])).to(DEVICE)
+    x = torch.randn(2, 70, 32, device=DEVICE)
+    out, indices = layer(x, return_block_indices=True)
+    assert torch.equal(layer(x, block_indices=indices), out)
+    cu = torch.tensor([0, 29, 70])
+    packed, of_documents = layer(x[:1], cu_seqlens=cu, return_block_indices=True)
+    assert of_documents.max() <= 40 // 8
+    assert torch.equal(layer(x[:1], cu_seqlens=cu, block_indices=of_documents), packed)
+    if layer.selection_stride > 1:
+        return
+    parts, cache = [], nsa.KVCache()
+    for begin, end in ((0, 33), (33, 34), (34, 70)):
+        part = layer(x[:, begin:end], cache=cache, block_indices=indices[:, begin:end])
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), out, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_that_ranks_nothing():
+    layer = SparseAttention.from_config(config_of(importance="given")).to(DEVICE)
+    assert layer.k_compress is None and layer.to_index is None
+    x, indices = torch.randn(1, 50, 32, device=DEVICE), torch.full((1, 50, 1, 2), -1, device=DEVICE)
+    forced = layer(x, block_indices=indices)
+    assert not torch.equal(forced, layer(x, block_indices=indices.clamp(min=1)))
+    layer.dense = True
+    assert torch.equal(layer(x), layer(x, block_indices=indices))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_layers_that_share_a_ranking(name, recompute):
+    """Layers 1, 4 and 5 read what the layer before them ranked: the loss and its gradients, packed
+    documents, and a cache."""
+    shared = dict(share_ranking=[0, 3], local_layers=[2], activation_checkpointing=recompute)
+    net = Transformer(64, 32, 6, config=config_of(**SETTINGS[name]), **shared).to(DEVICE)
+    rules = [attention.importance == "given" for attention, _ in net.layers]
+    assert rules == [False, True, False, False, True, True]
+    ids = torch.randint(0, 64, (2, 70), device=DEVICE)
+
+    def by_hand():
+        x, indices = net.token_emb(ids), None
+        for i, (attention, ff) in enumerate(net.layers):
+            if i in (0, 3):
+                out, indices = attention(x, return_block_indices=True)
+            else:
+                out = attention(x, **({} if i == 2 else dict(block_indices=indices)))
+            x = x + out
+            x = x + ff(x)
+        return net.to_logits(net.norm(x))
+
+    logits = net(ids)
+    assert torch.equal(logits, by_hand())
+    grads = [
+        torch.autograd.grad(t.square().sum(), net.token_emb.weight)[0] for t in (logits, by_hand())
+    ]
+    torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        cache, bounds = net.new_cache(), ((0, 33), (33, 34), (34, 70))
+        parts = [net(ids[:, a:b], cache=cache) for a, b in bounds]
+        torch.testing.assert_close(torch.cat(parts, 1), logits, atol=1e-4, rtol=1e-4)
+        packed = net(ids[:1], cu_seqlens=torch.tensor([0, 29, 70]))
+        torch.testing.assert_close(packed[:, 29:], net(ids[:1, 29:]), atol=1e-4, rtol=1e-4)
+
+
+REFUSED = [
+    (dict(branches=("window",)), {}, "goes with the selected branch"),
+    (dict(importance="given"), dict(block_indices=None), "must be given with importance='given'"),
+    (
+        {},
+        dict(block_indices=torch.zeros(1, 9, 3, 1, dtype=torch.int32)),
+        r"one of \[1, 2, 4\], slo",
+    ),
+    ({}, dict(block_indices=torch.zeros(1, 9, 1, 1)), "block_indices must be int32 or int64"),
+    (dict(selection_stride=4), dict(cache=nsa.KVCache()), "need selection_stride=1"),
+    (dict(use_diff_topk=True), {}, "must be None with use_diff_topk=True"),
+]
+
+
+@pytest.mark.skipif(CUDA, reason="checks know no device")
+@pytest.mark.parametrize("settings, call, message", REFUSED)
+def test_refused(settings, call, message):
+    layer = SparseAttention.from_config(config_of(**settings))
+    indices = torch.zeros(1, 9, 1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        layer(torch.randn(1, 9, 32), **dict(block_indices=indices) | call)
+
+
+def test_layers_that_cannot_share():
+    for layers in ([1], [0, 2], []):
+        with pytest.raises(ValueError, match="share_ranking must begin with layer 0 and leave out"):
+            Transformer(9, 32, 4, config=config_of(), share_ranking=layers, local_layers=[2])
+    with pytest.raises(ValueError, match="share_ranking must be None"):
+        Transformer(9, 32, 4, share_ranking=[0])
