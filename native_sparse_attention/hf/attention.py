@@ -25,7 +25,7 @@ from ..ops.call import Call
 from ..ops.reference import Visibility
 from ..ops.triton.backend import why_not
 from ..varlen import Move
-from .cache import kept_means
+from .cache import kept_means, reserve_rankings
 from .configuration import DEFAULTS, FIXED, KEY, NAME, REPLACED, drop_in_settings, layer_config
 from .mask import NSAMask, check_call, check_layers, nsa_mask
 
@@ -73,6 +73,7 @@ def attention(
     queries: Any = None
     keys: Any = None
     starts, documents, counts = L - T, None, None
+    num_earlier = starts
     first = starts if isinstance(starts, int) else mask.least_position
     if mask.documents is not None:
         alignment = 1 if is_window else max(settings["selection_block_size"], d)
@@ -89,13 +90,21 @@ def attention(
     is_whole = isinstance(starts, int) and starts == 0
     if sliding_window is not None:
         settings |= dict(branches=("window",), sliding_window_size=sliding_window - 1)
+    if stride > 1 and not (is_window or is_whole):
+        # tokens whose blocks cover all that they see may have come without a ranking
+        dense_length = settings["dense_length"] = AttentionConfig.unchecked(**settings).dense_limit
     if is_window or first >= dense_length:
         settings["dense_length"] = 0
     config = AttentionConfig.unchecked(**settings, scale=scaling, soft_cap=softcap)
     is_dense = not is_window and config.dense_limit >= S
     ranks = config.ranks and not is_dense
-    if ranks and stride > 1 and not is_whole:  # caches of transformers keep no ranking
-        raise ValueError(f"selection_stride must be 1 to decode, got {stride}")
+    ranking: Any = None
+    if ranks and stride > 1:
+        index = getattr(module, "layer_idx", None)
+        ranking_heads = (k if config.query_heads_share_selected_kv else q).shape[2]
+        is_begun = isinstance(num_earlier, Tensor) or num_earlier > dense_length
+        size = ranking_heads, config.num_selected_blocks
+        ranking = reserve_rankings(key, index, *size, is_begun)
     ck: Tensor | None = None
     if ranks and l == d == 1:  # tokens rank blocks
         ck = k
@@ -109,17 +118,25 @@ def attention(
     has_kernels = backend == "triton" or (backend == "auto" and q.is_cuda)
     is_step = has_kernels and not (is_window or is_dense or is_whole)
     op = "sliding_window_attention" if is_window else "native_sparse_attention"
+    if isinstance(starts, int) and (is_step or ranking is not None):
+        starts = torch.full((B,), starts, device=q.device, dtype=torch.int32)
     if is_step and not why_not("decode_attention", call, config):
-        if isinstance(starts, int):
-            starts = torch.full((B,), starts, device=q.device, dtype=torch.int32)
         counters = decode.workspace(B, k.shape[2], q.device)
-        call = call.but(lengths=starts, counts=counts, counters=counters)
+        call = call.but(lengths=starts, counts=counts, counters=counters, ranking=ranking)
         out = decode.run_decode_kernels(config, call)
     elif is_dense:
         branches.warn_dense(call, config)
         out = branches.attend_densely(call, config, dispatch.choose(backend, op, call, config))
     else:
-        out, _ = branches.attend(call, config, dispatch.choose(backend, op, call, config))
+        if ranking is not None and not is_whole:
+            call = call.but(leader_indices=decode.read_leaders(ranking, starts))
+        backend = dispatch.choose(backend, op, call, config)
+        out, indices = branches.attend(call, config, backend)
+        if ranking is not None and indices is not None:
+            ends = starts + (T if counts is None else counts)
+            # without those of the first tokens, where they are dense
+            starts = starts + (T - indices.shape[1])
+            decode.write_rankings(ranking, indices, starts, ends)
     if queries is not None:
         out = Move.apply(out, *reversed(queries))
     return out.contiguous(), None

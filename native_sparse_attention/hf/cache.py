@@ -1,8 +1,10 @@
 """Caches of transformers: of `use_sparse_attention` models, which keep the compressed keys of
-windows beside keys and values, and of `SparseAttention` layers, which keep a `KVCache`."""
+windows and rankings with keys and values, and of `SparseAttention` layers, which keep a `KVCache`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +26,9 @@ from ..compress import unfold, windows_of
 from .configuration import drop_in_settings
 from .mask import NSAMask
 
+# newest tokens whose block indices a `SparseLayer` keeps; a crop may remove all of them but one
+RANKED_TOKENS = 512
+
 
 def keep_means(key: Tensor, l: int, d: int, means: Tensor) -> None:
     """Keep the means [B K W D] of windows of keys [B K S D] with them: attention functions of
@@ -35,6 +40,31 @@ def kept_means(key: Tensor, l: int, d: int) -> Tensor | None:
     """The means [B K W D] that a cache keeps of its keys, of incomplete windows with any value."""
     means: Tensor | None = getattr(key, f"nsa_means_{l}_{d}", None)
     return means
+
+
+def reserve_rankings(key: Tensor, index: Any, heads: int, n: int, is_begun: bool) -> Tensor | None:
+    """The block indices [B R_ RANKED_TOKENS n] that a `SparseLayer` keeps with its keys for a layer
+    of the model, each at the position of its token modulo RANKED_TOKENS. None for another cache.
+
+    Raises:
+        ValueError: there are none, and earlier tokens had a ranking (`is_begun`).
+    """
+    rankings = getattr(key, "nsa_rankings", None)
+    ranking: Tensor | None = None if rankings is None else rankings.get(index)
+    shape = len(key), heads, RANKED_TOKENS, n
+    if ranking is not None and ranking.shape == shape:
+        return ranking
+    if is_begun:
+        raise ValueError(
+            "past_key_values must be a SparseCache(model.config) with selection_stride above 1, "
+            f"from the first token on and with fewer than {RANKED_TOKENS} tokens cropped, got one "
+            "without rankings"
+        )
+    if rankings is not None:
+        with torch.inference_mode(False):  # else no other mode could write
+            ranking = torch.full(shape, -1, dtype=torch.int32, device=key.device)
+        rankings[index] = ranking
+    return ranking
 
 
 def window_sizes(config: Any) -> tuple[int, int]:
@@ -55,6 +85,8 @@ class SparseLayer(DynamicLayer):
         self.values: Any
         self.windows = (l, d)
         self.stores: dict[str, Tensor] = {}
+        self.rankings: dict[Any, Tensor] = {}
+        self.most_tokens = 0  # that it has held with these rankings
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -66,7 +98,15 @@ class SparseLayer(DynamicLayer):
         means: Any = kept_means(self.keys, l, d)
         self.keys = self.extend("keys", self.keys, key_states)
         self.values = self.extend("values", self.values, value_states)
-        if l == d == 1 or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return self.keys, self.values
+        total = self.keys.shape[2]
+        if self.most_tokens - (total - key_states.shape[2]) >= RANKED_TOKENS:
+            self.rankings.clear()  # crops have removed all of their tokens
+            self.most_tokens = 0
+        self.most_tokens = max(self.most_tokens, total)
+        self.keys.nsa_rankings = self.rankings
+        if l == d == 1:
             return self.keys, self.values
         count = 0 if means is None else means.shape[2]
         if count * d < l:  # windows that begin before the first token
@@ -93,8 +133,25 @@ class SparseLayer(DynamicLayer):
         store[:, :, S:total] = new
         return store[:, :, :total]
 
+    def change_rankings(self, change: Callable[[Tensor], Tensor]) -> None:
+        with torch.inference_mode(False):  # else no other mode could write
+            self.rankings = {index: change(t) for index, t in self.rankings.items()}
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.change_rankings(lambda t: t[beam_idx.to(t.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.change_rankings(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.change_rankings(lambda t: t[indices])
+
     def reset(self) -> None:
         self.stores.clear()
+        self.rankings.clear()
         # dropped, as later releases do: transformers 5.17 keeps them and writes zeros
         self.keys = self.values = None
         self.is_initialized = False
@@ -108,6 +165,8 @@ class SparseCache(DynamicCache):
     `cache`. A `DynamicCache` copies all keys and values at each step, and this one, whose storage
     grows as that of a `KVCache`, those of the step. Of windows of several tokens
     (`compress_block_size` above 1) it keeps the compressed keys, so that a step reads no others.
+    With a `selection_stride` above 1 it keeps the block indices of the newest 512 tokens, which
+    decoding needs.
 
     Args:
         config: `model.config`, after `use_sparse_attention(model)`.

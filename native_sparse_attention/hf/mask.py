@@ -99,12 +99,12 @@ class NSAMask:
         real = self.tokens.index_select(1, slots)
         return real, not torch.compiler.is_compiling() and bool(real.all())
 
-    def compact(self, T: int) -> tuple[Any, Any, Any, Tensor | None, int]:
+    def compact(self, T: int) -> tuple[Any, Any, Any, Tensor, int]:
         """The moves (of `varlen.Move`) of T queries and of keys to their positions without padding;
         tokens before the queries, [B] or 0, and among them; the fewest before them in any row."""
         keys = compaction(self.tokens)
         if isinstance(self.length, int) and self.length == T:
-            return keys, keys, 0, None, 0
+            return keys, keys, 0, self.tokens.sum(1), 0
         real = self.new_tokens(T)[0]
         counts = real.sum(1)
         starts = self.tokens.sum(1) - counts

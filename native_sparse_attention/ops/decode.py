@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import BRANCHES, check_bool, check_given, check_tensor
@@ -224,23 +225,39 @@ def decode_eagerly(
     leader = None
     keeps_ranking = ranking is not None and config.selection_stride > 1
     if keeps_ranking:
-        last = ((starts - 1) % ranking.shape[2])[:, None, None, None]
-        leader = ranking.gather(2, last.expand(-1, ranking.shape[1], 1, ranking.shape[3]))[:, :, 0]
+        leader = read_leaders(ranking, starts)
     names = ("q", "cq", "mem_k", "mem_v", "sinks", "branch_gates", "block_indices")
     streams |= {name: getattr(call, name) for name in names}
     whole = Call(**streams, q_offset=starts, leader_indices=leader)
     keep_slots = keep_slots or keeps_ranking
     out, block_indices = branches.attend(whole, config, "eager", keep_slots=keep_slots)
-    new = torch.arange(T, device=q.device)
     if keeps_ranking and block_indices is not None:
-        keep = (new < (ends - starts)[:, None])[:, None, :, None]
-        slots = ((starts[:, None] + new) % ranking.shape[2])[:, None, :, None]
-        slots = slots.expand(-1, ranking.shape[1], -1, ranking.shape[3])
-        ranked = torch.where(keep, block_indices.transpose(1, 2), ranking.gather(2, slots))
-        ranking.scatter_(2, slots, ranked)
+        write_rankings(ranking, block_indices, starts, ends)
     if call.counts is None:
         return out, block_indices
+    new = torch.arange(T, device=q.device)
     padding = (new >= call.counts[:, None])[..., None, None]
     if block_indices is not None and call.block_indices is None:
         block_indices = block_indices.masked_fill(padding, -1)
     return out.masked_fill(padding, 0.0), block_indices
+
+
+def read_leaders(ranking: Tensor, starts: Tensor) -> Tensor:
+    """The block indices [B, R_, n] of the token before position `starts` [B], from the `ranking` of
+    `decode_attention`: those of the group, for tokens whose group began before."""
+    last = ((starts.long() - 1) % ranking.shape[2])[:, None, None, None]
+    return ranking.gather(2, last.expand(-1, ranking.shape[1], 1, ranking.shape[3]))[:, :, 0]
+
+
+def write_rankings(ranking: Tensor, block_indices: Tensor, starts: Tensor, ends: Tensor) -> None:
+    """Write block indices [B, T, R_, up to n] of tokens at positions `starts` [B] + 0, 1, .. to the
+    `ranking` of `decode_attention`: of those before `ends` [B] the last, as many as it holds."""
+    T, (_, heads, size, n) = block_indices.shape[1], ranking.shape
+    width = min(T, size)
+    position = ends.long()[:, None] - width + torch.arange(width, device=ranking.device)
+    t, slots = (x[:, None, :, None] for x in (position - starts[:, None], position % size))
+    new = block_indices.transpose(1, 2)
+    new = new.gather(2, t.clamp(min=0).expand(-1, heads, -1, new.shape[3]))
+    new = F.pad(new, (0, n - new.shape[3]), value=-1)
+    slots = slots.expand(-1, heads, -1, n)
+    ranking.scatter_(2, slots, torch.where(t < 0, ranking.gather(2, slots), new))

@@ -1,0 +1,80 @@
+"""Rankings that neighbouring tokens share (`selection_stride`) over a `SparseCache`."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+
+from native_sparse_attention import hf
+from tests.helpers import tiny_models as models
+
+WINDOWS = dict(compress_block_size=4, compress_block_sliding_stride=2)
+FORMS = dict(
+    tokens={},
+    logits=dict(WINDOWS, importance="logits", query_heads_share_selected_kv=False),
+    probs=dict(WINDOWS, importance="probs", dense_length=20),
+    many_gates=dict(num_selected_blocks=70, use_diff_topk=True, selection_stride=2),
+)
+
+
+def pieces(model, batch, cache, *bounds):
+    outs = []
+    for start, stop in pairwise(bounds):
+        part = {name: t[:, start:stop] for name, t in batch.items()}
+        part["attention_mask"] = batch["attention_mask"][:, :stop]
+        outs.append(models.call(model, part.pop("input_ids"), cache, **part))
+    return torch.cat(outs, dim=1)
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("form", [*FORMS, "kernels"])
+def test_pieces_are_one_forward(form, left, monkeypatch):
+    """With a crop of as many tokens as may be, rows that move, a copy and gradients."""
+    monkeypatch.setattr(hf.cache, "RANKED_TOKENS", 11)
+    model = models.tiny(num_hidden_layers=1 + (form != "kernels"))
+    hf.use_sparse_attention(model, **models.SPARSE | dict(selection_stride=4) | FORMS.get(form, {}))
+    batch, cache = models.padded(models.prompts(30, 42), left), hf.SparseCache(model.config)
+    others = batch | dict(input_ids=batch["input_ids"].flip(0, 1))
+    expected = model(**batch, use_cache=False).logits
+    with torch.set_grad_enabled(form == "tokens"):
+        outs = [pieces(model, batch, cache, *((0, 27) if left else (0, 7, 18)), 29)]
+        model.config.nsa_config["backend"] = "triton" if form == "kernels" else "eager"
+        pieces(model, others, cache, 29, 34, 36, 37, 39)
+        cache.crop(-10)
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([1, 3, 2, 0]))
+        cache.batch_select_indices(torch.tensor([2, 3]))
+        turned = {name: t.flip(0) for name, t in batch.items()}
+        outs.append(pieces(model, turned, cache, 29, 30, 31).flip(0))
+        cache = cache if form == "tokens" else copy.deepcopy(cache)
+        outs.append(pieces(model, turned, cache, 31, 35, 36, 37, 38, 42).flip(0))
+    out, real = torch.cat(outs, dim=1), batch["attention_mask"].bool()
+    models.close(out[real], expected[real])
+    if form == "tokens":
+        losses = [t[real].square().mean() for t in (out, expected)]
+        models.close(*(torch.autograd.grad(loss, [*model.parameters()]) for loss in losses))
+        return
+    cache.crop(-11)
+    with pytest.raises(ValueError, match="SparseCache.* with fewer than 11 tokens cropped"):
+        pieces(model, batch, cache, 31, 32)
+
+
+@pytest.mark.parametrize("way", [dict(num_beams=3), dict(prompt_lookup_num_tokens=3)], ids=str)
+@torch.no_grad()
+def test_generate_and_caches_without_rankings(way):
+    """Those take steps of dense attention alone."""
+    settings = models.SPARSE | dict(dense_length=24, selection_stride=4)
+    model, (text,) = hf.use_sparse_attention(models.tiny(), **settings), models.prompts(22)
+    given = dict(attention_mask=torch.ones_like(text), do_sample=False, max_new_tokens=19)
+    beams = {name: n for name, n in way.items() if name == "num_beams"}
+    expected = model.generate(text, **given, **beams, use_cache=False)
+    with torch.inference_mode():
+        cache = {models.CACHE: hf.SparseCache(model.config)}
+        assert model.generate(text, **given, **way, **cache).equal(expected)
+    for cache in (models.dynamic(model), hf.StaticSparseCache(model.config, 48)):
+        for ids in (text, text[:, :2]):
+            models.call(model, ids, cache)
+        with pytest.raises(ValueError, match=r"must be a SparseCache.model.config. with"):
+            for ids in text.split(1, dim=1):
+                models.call(model, ids, cache)
