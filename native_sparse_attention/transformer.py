@@ -153,6 +153,31 @@ def FeedForward(dim: int, expansion_factor: float = 4.0) -> nn.Sequential:
     )
 
 
+class Block(Module):
+    """A layer of a Transformer, `x = x + attention(x); x = x + feed_forward(x)`: [b, n, dim] ->
+    [b, n, dim], with what the attention returns besides its output. It unpacks into the two."""
+
+    def __init__(self, attention: Module, feed_forward: Module):
+        super().__init__()
+        # the state-dict names of the published package's list
+        self.add_module("0", attention)
+        self.add_module("1", feed_forward)
+
+    def __iter__(self) -> Iterator[Module]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Module:
+        return [*self][index]
+
+    def forward(self, x: Tensor, **call: Any) -> Any:
+        attention, feed_forward = self
+        out = attention(x, **call)
+        out, *others = out if isinstance(out, tuple) else (out,)
+        x = x + out
+        x = x + feed_forward(x)
+        return (x, *others) if others else x
+
+
 def layer_settings(
     shape: dict[str, Any], config: NSAConfig | str | None, kwargs: Any
 ) -> tuple[NSAConfig, dict[str, Any]]:
@@ -311,7 +336,7 @@ class Transformer(Started):
                 attn = SparseAttention.from_config(settings, **parts, **rotary)
             else:
                 attn = Attention(**shape, **rotary)
-            self.layers.append(ModuleList([attn, FeedForward(dim, ff_expansion_factor)]))
+            self.layers.append(Block(attn, FeedForward(dim, ff_expansion_factor)))
         self.norm = nn.RMSNorm(dim)
         self.to_logits = nn.Linear(dim, num_tokens, bias=False)
 
@@ -408,25 +433,22 @@ class Transformer(Started):
         block_indices: Any = None
 
         x = self.token_emb(ids)
-        run: Any = lambda module, *args, **call: module(*args, **call)  # noqa: E731
-        if self.activation_checkpointing and torch.is_grad_enabled() and cache is None:
-            run = partial(checkpoint, use_reentrant=False)
-        for index, (attn, ff) in enumerate(blocks):
+        recomputes = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
+        for index, block in enumerate(blocks):
             call = kwargs if cache is None else {**kwargs, "cache": cache[index]}
             ranking: dict[str, Any] = {}
             if index in queries:
                 ranking = dict(ranking_queries=queries[index], ranking_weights=ranking_weights)
             if index in self.shared_rankings:
                 ranking["return_block_indices"] = True
-            elif getattr(attn, "importance", None) == "given":
+            elif getattr(block[0], "importance", None) == "given":
                 call = {**call, "block_indices": block_indices}
-            out = run(attn, x, **call, **ranking)
+            run = partial(checkpoint, block, use_reentrant=False) if recomputes else block
+            x = run(x, **call, **ranking)
             if ranking:
-                out, *others = out
+                x, *others = x
                 losses += others[: index in queries]
                 block_indices = others[-1] if index in self.shared_rankings else block_indices
-            x = x + out
-            x = x + run(ff, x)
         x = x if layout is None else layout.collect(x)
         out = self.to_logits(self.norm(x))
         if return_loss:

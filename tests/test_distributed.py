@@ -22,3 +22,4 @@ def test_two_processes():
     for wrapper in ("ddp", "fsdp"):
         assert result.stdout.count(f"{wrapper} equals one process") == 2
     assert result.stdout.count("deferred starts") == 4  # of two networks
+    assert result.stdout.count("SparseAttention does not support torch's context_parallel") == 2

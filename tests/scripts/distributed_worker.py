@@ -49,9 +49,8 @@ def check(wrapper: str) -> None:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         mesh = init_device_mesh("cpu", (2,))
-        for attention, feed_forward in model.layers:
-            fully_shard(attention, mesh=mesh)
-            fully_shard(feed_forward, mesh=mesh)
+        for block in model.layers:
+            fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -95,12 +94,27 @@ def check_deferred(network: torch.nn.Module | None) -> None:
     print("deferred starts", flush=True)
 
 
+def check_context_parallel() -> None:
+    """torch's own replaces SDPA alone: refused, since a shard would attend to itself."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    layer, x = build().layers[0][0], torch.randn(2, 64, 32)
+    with context_parallel(init_device_mesh("cpu", (2,)), buffers=[x], buffer_seq_dims=[1]):
+        try:
+            layer(x)
+        except NotImplementedError as error:
+            print(error, flush=True)
+    assert layer(x).shape == (2, 64, 32)
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     for wrapper in ("ddp", "fsdp"):
         check(wrapper)
     for network in (AttentionPool(8, 8), None):
         check_deferred(network)
+    check_context_parallel()
     dist.barrier()
     dist.destroy_process_group()
     # threads of gloo may still let go of tensors, for which an interpreter that ends aborts
