@@ -13,7 +13,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 
 KEYS, VALUES = ("k", "ck", "mem_k", "window_k"), ("v", "cv", "mem_v", "window_v")
 # kernels of a Hopper wherever they can run, and nowhere
-SM90 = ("flash_sm90", "key_major_sm90", "union_sm90")
+SM90 = ("flash_sm90", "key_major_sm90", "union_sm90", "largest_sm90")
 FORMS = {"sm90": dict.fromkeys(SM90, True), "portable": dict.fromkeys(SM90, False)}
 
 

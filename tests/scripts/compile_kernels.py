@@ -252,6 +252,15 @@ def flash(capability):
             selected(BF16, (heads, 1, 128, 128), sizes=(32, 64), num_local=2)
 
 
+def largest(capability):
+    """Blocks of 32 to 128 keys in tiles of 128; portable on other GPUs."""
+    with launch.using({"largest_sm90": True}):
+        for s, n, stride in ((32, 16, 1), (64, 16, 4), (128, 13, 1)):
+            for heads in ((16, 4, 128), (8, 2, 64)):
+                settings = dict(selection_block_size=s, num_selected_blocks=n, **TOKENS)
+                rank(BF16, heads, selection_stride=stride, **settings)
+
+
 def ranking(capability):
     for heads in (4, 8, 16, 32, 64):
         rank(BF16, (heads, 1, 128))
@@ -279,7 +288,7 @@ def selections(capability):
             selected(BF16, heads)
 
 
-PARTS = (small_1, small_2, decode, elementwise, layers, unions, flash, ranking, selections)
+PARTS = (small_1, small_2, decode, elementwise, layers, unions, flash, largest, ranking, selections)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,18 @@ def candidates_end(position, C, LOCAL: tl.constexpr, d: tl.constexpr, s: tl.cons
 
 
 @triton.jit
+def two_halves(x):
+    """Rows [M, D] as float16 `high + low`, each row scaled by a power of two; also the factors [M]
+    that undo the scaling. The error is at most 2^-23 of a row's largest element."""
+    bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
+    exponent = tl.minimum(tl.maximum(bits >> 23, 1), 253)
+    x = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    high = x.to(tl.float16)
+    low = (x - high.to(tl.float32)).to(tl.float16)
+    return high, low, (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def large(x, WIDE: tl.constexpr):
     """x in 64 bits if offsets formed from it may need them; 32 bits take fewer registers."""
     return x.to(tl.int64) if WIDE else x

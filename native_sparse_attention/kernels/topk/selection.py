@@ -49,18 +49,6 @@ BLOCK_C = 16
 
 
 @triton.jit
-def two_halves(x):
-    """Rows [M, D] as float16 `high + low`, each row scaled by a power of two; also the factors [M]
-    that undo the scaling. The error is at most 2^-23 of a row's largest element."""
-    bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
-    exponent = tl.minimum(tl.maximum(bits >> 23, 1), 253)
-    x = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    high = x.to(tl.float16)
-    low = (x - high.to(tl.float32)).to(tl.float16)
-    return high, low, (exponent << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def window_weight(c, j, end, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.constexpr,
                   INTERPOLATED: tl.constexpr):  # fmt: skip
     """Weight of window j of each block c [C] in the block's mean key; 0 from window `end` on."""
@@ -121,7 +109,7 @@ def nsa_topk_block_keys(ck, keys, sizes, documents, T, C, W, K, scale, F: tl.con
     key = (origin + k_sum / tl.maximum(count, 1.0)[:, None]) * scale
 
     row = (tl.program_id(2) * lines + line).to(tl.int64) * C + c
-    high, low, size = two_halves(key)
+    high, low, size = steps.two_halves(key)
     offsets = row[:, None] * (F.HALVES * F.BLOCK_D) + tl.arange(0, F.BLOCK_D)[None]
     tl.store(keys + offsets, high, mask=(c < C)[:, None])
     if F.HALVES == 2:
@@ -231,7 +219,7 @@ def nsa_topk_logits(
     for g in tl.range(0, F.G, num_stages=F.NUM_STAGES_Q):
         rows = b * q.b + token.to(tl.int64) * q.n + (r * F.G + g) * q.h
         q_sum += steps.load_rows(q.ptr, rows, F.D, F.BLOCK_D, ranked).to(tl.float32)
-    q_high, q_low, _ = two_halves(q_sum)
+    q_high, q_low, _ = steps.two_halves(q_sum)
 
     N = W if F.LARGEST else C
     first_row = (line // F.RANKS_PER_KV).to(tl.int64) * N
@@ -461,6 +449,14 @@ def select_blocks(
     is the ranking of the first query's group if its leader came before this call. `lse` [B T H] is
     that of the compressed branch, for importance="probs"."""
     (B, W, K), ranks = ck.shape[:3], out.shape[2]
+    # off unless asked for, as long as it has not run on a GPU
+    if launch.override.get("largest_sm90") and launch.supports_gluon(q):
+        from . import largest_sm90
+
+        if largest_sm90.is_supported(q, config, documents):
+            return largest_sm90.select_blocks(
+                q, ck, config, out, num_ranked, start, starts, leaders
+            )
     facts = num_ranked, documents is not None, config, launch.tuning()
     ranking, conversion = plan(layout(q), layout(ck), *out.shape[2:], *facts)
     args: dict[str, Any] = ranking.args | dict(

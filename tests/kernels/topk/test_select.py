@@ -78,3 +78,24 @@ def test_many_tokens(importance):
     last = select_blocks(q[:, -100:].clone(), ck, seq_len=T, **call)
     agree = (every[:, -100:] == last).float().mean()
     assert agree > 0.999  # a tile's rows may be added up in another order
+
+
+LARGEST = [
+    (128, sizes(1, 1, 64), dict(num_selected_blocks=16)),
+    (64, sizes(1, 1, 32), dict(num_selected_blocks=5, selection_stride=4)),
+    (128, sizes(2, 2, 128), dict(num_selected_blocks=3, causal=False)),
+    (128, sizes(4, 4, 128), dict(num_local_blocks=3, scale=-0.1)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("D, size, settings", LARGEST)
+def test_largest_keys_of_a_hopper(D, size, settings, dtype):
+    """Of more tiles than multiprocessors, of queries after other tokens, and of few keys."""
+    d, causal = size["compress_block_sliding_stride"], settings.get("causal", True)
+    for T, S, B, H, K in ((1300, 1300, 3, 16, 8), (200, 1100, 2, 4, 2), (40, 104, 1, 2, 2)):
+        T = T if causal else S
+        q, ck, _ = draw(T, S, H, K, D, d=d, causal=causal, m=0, dtype=dtype, B=B)
+        with launch.using({"largest_sm90": True}):
+            assert_right(q, ck, None, S, **dict(size, importance="max", **settings))

@@ -1,0 +1,332 @@
+"""Ranking by importance="max" for Hopper GPUs, in Gluon: products of mean queries with all keys of
+the blocks, the largest of each block, and a running top n, all on chip.
+
+A persistent program ranks tiles of CONSUMERS x ROWS leaders. A producer warp copies tiles of KEYS
+keys into a ring, which two consumer warpgroups multiply by their queries. Keys lie in an order in
+which a thread of the product's accumulator holds keys of a single block of four for each of its two
+rows: it takes their maximum, and keeps the n best of its blocks sorted in registers. At the end the
+four threads of a row merge their columns. A score costs no exchange between threads.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..common import gluon_sm90 as hopper
+from ..common import launch
+from ..common import primitives as steps
+from ..common.launch import cdiv, strided
+from ..common.precompile import launcher
+from .topn import NO_BLOCK
+
+CONSUMERS, ROWS, KEYS = gl.constexpr(2), gl.constexpr(64), gl.constexpr(128)
+# blocks of a group, whose keys fill tiles together
+BLOCKS = gl.constexpr(4)
+THREADS = gl.constexpr(32 * (4 * CONSUMERS.value + 1))
+# slots of the ring; named barrier after theirs, by which consumers release the queries
+STAGES, QUERIES = gl.constexpr(4), gl.constexpr(7)
+REGISTERS = gl.constexpr(216)
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 16]))
+# most blocks of a ranking, widths of heads, and keys of a block
+MAX_SLOTS, WIDTHS, BLOCK_KEYS = 16, (64, 128), (32, 64, 128)
+LENGTHS = ["first_token", "T", "C", "GROUPS", "TILES", "LINES", "RANKS"]
+
+# heads and their width; keys of a block, in STEPS tiles for a group; top n; tokens that share it
+Settings = namedtuple(
+    "Settings", "G RANKS_PER_KV D PER_BLOCK STEPS SLOTS INITIAL LOCAL d s STRIDE CAUSAL"
+)
+Memory = namedtuple("Memory", "q q_bar k full")
+Problem = namedtuple("Problem", "starts first_token T C GROUPS TILES LINES RANKS")
+
+
+@triton.jit(do_not_specialize=["W", "K", "C", "GROUPS"])
+def nsa_topk_key_tiles(ck, keys, sizes, W, K, C, GROUPS, sign, F: tl.constexpr):
+    """One program: the keys of a group of blocks of one row and KV head, as tiles [STEPS, 128, D]
+    in float16, and the power of two [4] that undoes a block's scaling. Column n of a tile is key
+    `n // 8 * 2 + n % 2` of 32 of block `n % 8 // 2`."""
+    group, line = tl.program_id(0), tl.program_id(1)
+    b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
+    n, i = tl.arange(0, 128), tl.arange(0, 4)
+    block, key = n % 8 // 2, n // 8 * 2 + n % 2
+    c = group * 4 + block
+    largest = tl.full([4], 0.0, tl.float32)
+    for step in range(F.STEPS):
+        # a key that is missing is another key of its block: the largest stays
+        w = tl.minimum(tl.minimum(c, C - 1) * F.PER_BLOCK + step * 32 + key, W - 1)
+        rows = b * ck.b + h * ck.h + w.to(tl.int64) * ck.n
+        x = tl.abs(steps.load_rows(ck.ptr, rows, F.D, F.D, n >= 0).to(tl.float32))
+        x = tl.reshape(tl.max(x, 1), [16, 4, 2])
+        largest = tl.maximum(largest, tl.max(tl.max(x, 2), 0))
+    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+    factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True) * sign
+    factor = tl.sum(tl.where(i[None] == block[:, None], factor[None], 0.0), 1)
+    size = (exponent << 23).to(tl.float32, bitcast=True)
+    tl.store(sizes + line.to(tl.int64) * (GROUPS * 4) + group * 4 + i, size)
+    for step in range(F.STEPS):
+        w = tl.minimum(tl.minimum(c, C - 1) * F.PER_BLOCK + step * 32 + key, W - 1)
+        rows = b * ck.b + h * ck.h + w.to(tl.int64) * ck.n
+        x = steps.load_rows(ck.ptr, rows, F.D, F.D, n >= 0).to(tl.float32) * factor[:, None]
+        row = ((line.to(tl.int64) * GROUPS + group) * F.STEPS + step) * 128 + n
+        tl.store(keys + row[:, None] * F.D + tl.arange(0, F.D)[None], x.to(tl.float16))
+
+
+@triton.jit(do_not_specialize=["first_token", "T", "TILES", "RANKS"])
+def nsa_topk_mean_queries(q, queries, starts, first_token, T, TILES, RANKS, F: tl.constexpr):
+    """One program: queries of 128 leaders of one row and ranking head: the mean of its G heads but
+    for a positive factor, in float16."""
+    tile, line = tl.program_id(0), tl.program_id(1)
+    b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
+    if starts is not None:
+        first_token = tl.load(starts + b).to(tl.int32)
+    index = tile * 128 + tl.arange(0, 128)
+    _, token, ranked = steps.leaders(index, first_token, T, F.STRIDE)
+    q_sum = tl.full([128, F.D], 0.0, tl.float32)
+    for g in range(F.G):
+        rows = b * q.b + token.to(tl.int64) * q.n + (r * F.G + g) * q.h
+        q_sum += steps.load_rows(q.ptr, rows, F.D, F.D, ranked).to(tl.float32)
+    high, _, _ = steps.two_halves(q_sum)
+    row = line.to(tl.int64) * TILES * 128 + index
+    tl.store(queries + row[:, None] * F.D + tl.arange(0, F.D)[None], high)
+
+
+@gluon.jit
+def last_block(position, C, F: gl.constexpr):
+    """One past the last block that a query may rank: `primitives.candidates_end`."""
+    end = position * 0 + C
+    if F.CAUSAL:
+        end = gl.minimum(end, position // F.s - (F.LOCAL - 1))
+    return end
+
+
+@gluon.jit
+def work_tile(nth, call, F: gl.constexpr):
+    """The nth tile, the last and longest of all lines first: its number, its line, the position of
+    the call's first token, and the groups of blocks that its leaders rank."""
+    tile, line = call.TILES - 1 - nth // call.LINES, nth % call.LINES
+    first = call.first_token
+    if call.starts is not None:
+        first = gl.load(call.starts + line // call.RANKS).to(gl.int32)
+    position = (first // F.STRIDE + (tile + 1) * (CONSUMERS * ROWS) - 1) * F.STRIDE
+    # leaders are tokens of the call
+    position = gl.minimum(position, first + call.T - 1)
+    end = gl.maximum(last_block(position, call.C, F), 0)
+    return tile, line, first, F.INITIAL // BLOCKS, gl.cdiv(end, BLOCKS)
+
+
+@gluon.jit
+def produce(queries, keys, call, memory, F: gl.constexpr):
+    """Producer warp: a tile's queries, and the keys of its groups of blocks."""
+    turn = 0
+    q_bar = memory.q_bar.index(0)
+    for nth in range(gl.program_id(0), call.TILES * call.LINES, gl.num_programs(0)):
+        tile, line, _first, begin, end = work_tile(nth, call, F)
+        if nth >= gl.num_programs(0):
+            hopper.named_barrier("sync", QUERIES, THREADS)
+        mbarrier.expect(q_bar, CONSUMERS * ROWS * F.D * 2)
+        for consumer in gl.static_range(CONSUMERS):
+            row = (line * call.TILES + tile) * (CONSUMERS * ROWS) + consumer * ROWS
+            hopper.load_box(queries, [row, 0], q_bar, memory.q.index(consumer))
+        kv_line = line // call.RANKS * (call.RANKS // F.RANKS_PER_KV)
+        kv_line += line % call.RANKS // F.RANKS_PER_KV
+        for step in range(begin * F.STEPS, end * F.STEPS):
+            slot = turn % STAGES
+            if turn >= STAGES:
+                hopper.named_barrier("sync", slot, THREADS)
+            bar = memory.full.index(slot)
+            mbarrier.expect(bar, KEYS * F.D * 2)
+            row = (kv_line * call.GROUPS * F.STEPS + step) * KEYS
+            hopper.load_box(keys, [row, 0], bar, memory.k.index(slot))
+            turn += 1
+    # complete every barrier before the warp exits: a program has a tile or more
+    hopper.named_barrier("sync", QUERIES, THREADS)
+    for i in range(gl.maximum(turn - STAGES, 0), turn):
+        hopper.named_barrier("sync", i % STAGES, THREADS)
+
+
+@gluon.jit
+def largest_of_blocks(x):
+    """The largest of each block [ROWS, BLOCKS] of products [ROWS, KEYS], without an exchange."""
+    x = gl.reshape(x, [ROWS, KEYS // (2 * BLOCKS), BLOCKS, 2])
+    return gl.max(gl.max(x, 3), 1)
+
+
+@gluon.jit
+def insert(scores, blocks, s, c):
+    """Insert scores s of blocks c into sorted columns, as `topn.insert`."""
+    new_scores = ()
+    new_blocks = ()
+    s_above, c_above = s, c
+    for depth in gl.static_range(len(scores)):
+        better = s > scores[depth]
+        new_scores += (gl.where(better, s_above, scores[depth]),)
+        new_blocks += (gl.where(better, c_above, blocks[depth]),)
+        s_above = gl.where(better, scores[depth], s)
+        c_above = gl.where(better, blocks[depth], c)
+    return new_scores, new_blocks
+
+
+@gluon.jit
+def write(scores, blocks, out, leader_indices, tile, line, first, call, CONSUMER: gl.constexpr,
+          F: gl.constexpr):  # fmt: skip
+    """Merge the columns of each row, best first, and write them for the tokens of its group. A
+    group whose leader came before this call gets the ranking at `leader_indices`."""
+    ROW: gl.constexpr = gl.SliceLayout(1, scores[0].type.layout)
+    i = gl.arange(0, ROWS, ROW)
+    index = (tile * CONSUMERS + CONSUMER) * ROWS + i
+    token = (first // F.STRIDE + index) * F.STRIDE - first
+    b, r = line // call.RANKS, line % call.RANKS
+    SLOTS: gl.constexpr = F.SLOTS
+    for slot in gl.static_range(SLOTS):
+        best = gl.max(scores[0], 1)
+        is_best = scores[0] == best[:, None]
+        c = gl.min(gl.where(is_best, blocks[0], NO_BLOCK), 1)
+        is_taken = blocks[0] == c[:, None]
+        new_scores = ()
+        new_blocks = ()
+        for depth in gl.static_range(1, SLOTS):
+            new_scores += (gl.where(is_taken, scores[depth], scores[depth - 1]),)
+            new_blocks += (gl.where(is_taken, blocks[depth], blocks[depth - 1]),)
+        new_scores += (gl.where(is_taken, float("-inf"), scores[SLOTS - 1]),)
+        new_blocks += (gl.where(is_taken, NO_BLOCK, blocks[SLOTS - 1]),)
+        scores, blocks = new_scores, new_blocks
+        value = gl.where(c == NO_BLOCK, -1, c)
+        if F.STRIDE > 1:
+            leader = -1
+            if leader_indices is not None:
+                leader = gl.load(leader_indices + line * F.SLOTS + slot)
+            value = gl.where(token < 0, leader, value)
+        for j in range(F.STRIDE):
+            t = token + j
+            row = (b * call.T + t).to(gl.int64) * call.RANKS + r
+            gl.store(out + row * F.SLOTS + slot, value, mask=(t >= 0) & (t < call.T))
+
+
+@gluon.jit
+def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
+    """Consumer warpgroup: the rankings of its rows of each tile."""
+    zero = gl.zeros([ROWS, KEYS], gl.float32, ACC)
+    SLOTS: gl.constexpr = F.SLOTS
+    STEPS: gl.constexpr = F.STEPS
+    COLUMNS: gl.constexpr = largest_of_blocks(zero).type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, COLUMNS)
+    i, column = gl.arange(0, ROWS, ROW), gl.arange(0, BLOCKS, gl.SliceLayout(0, COLUMNS))
+    turn = 0
+    q_phase = 0
+    for nth in range(gl.program_id(0), call.TILES * call.LINES, gl.num_programs(0)):
+        tile, line, first, begin, end = work_tile(nth, call, F)
+        index = (tile * CONSUMERS + CONSUMER) * ROWS + i
+        position = (first // F.STRIDE + index) * F.STRIDE
+        row_end = last_block(position, call.C, F)
+        kv_line = line // call.RANKS * (call.RANKS // F.RANKS_PER_KV)
+        kv_line += line % call.RANKS // F.RANKS_PER_KV
+        size_row = sizes + kv_line.to(gl.int64) * (call.GROUPS * BLOCKS)
+        size = gl.load(size_row + begin * BLOCKS + column, mask=column < (end - begin) * BLOCKS,
+                       other=0.0)  # fmt: skip
+        scores = ()
+        blocks = ()
+        for _ in gl.static_range(SLOTS):
+            scores += (gl.full([ROWS, BLOCKS], float("-inf"), gl.float32, COLUMNS),)
+            blocks += (gl.full([ROWS, BLOCKS], NO_BLOCK, gl.int32, COLUMNS),)
+        mbarrier.wait(memory.q_bar.index(0), q_phase)
+        q = memory.q.index(CONSUMER)
+        for group in range(begin, end):
+            c = group * BLOCKS + column
+            next_size = gl.load(size_row + c + BLOCKS, mask=c < (end - 1) * BLOCKS, other=0.0)
+            best = gl.full([ROWS, BLOCKS], float("-inf"), gl.float32, COLUMNS)
+            for _step in range(STEPS):
+                slot = turn % STAGES
+                mbarrier.wait(memory.full.index(slot), (turn // STAGES) & 1)
+                k = memory.k.index(slot).permute((1, 0))
+                x = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+                x = warpgroup_mma_wait(0, deps=[x])
+                hopper.named_barrier("arrive", slot, THREADS)
+                best = gl.maximum(best, largest_of_blocks(x))
+                turn += 1
+            is_candidate = (c >= F.INITIAL)[None] & (c[None] < row_end[:, None])
+            score = gl.where(is_candidate, best * size[None], float("-inf"))
+            scores, blocks = insert(scores, blocks, score, gl.broadcast(c[None], score)[0])
+            size = next_size
+        hopper.named_barrier("arrive", QUERIES, THREADS)
+        q_phase ^= 1
+        write(scores, blocks, out, leader_indices, tile, line, first, call, CONSUMER, F)
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def nsa_topk_largest_sm90(
+    queries, keys, sizes, out, leader_indices, starts, first_token, T, C, GROUPS, TILES, LINES,
+    RANKS, F: gl.constexpr,
+):  # fmt: skip
+    """One persistent program per multiprocessor: block indices of tiles of leaders of a row and
+    ranking head, from their mean queries and the keys of their candidates."""
+    call = Problem(starts, first_token, T, C, GROUPS, TILES, LINES, RANKS)
+    memory = Memory(
+        hopper.buffers(queries, CONSUMERS), hopper.barriers(1, 1), hopper.buffers(keys, STAGES),
+        hopper.barriers(STAGES, 1),
+    )  # fmt: skip
+    fence_async_shared()
+    hopper.thread_barrier()
+    gl.warp_specialize(
+        [
+            (consume, (sizes, out, leader_indices, call, memory, 0, F)),
+            (consume, (sizes, out, leader_indices, call, memory, 1, F)),
+            (produce, (queries, keys, call, memory, F)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )
+
+
+def is_supported(q: Tensor, config: Any, documents: Any) -> bool:
+    """Whether the kernel supports a ranking of q [B T H D], on a GPU that runs Gluon kernels."""
+    s, d = config.selection_block_size, config.d
+    sizes = q.dtype.itemsize == 2 and q.shape[-1] in WIDTHS and s % d == 0 and s // d in BLOCK_KEYS
+    is_ranked = config.importance == "max" and config.num_selected_blocks <= MAX_SLOTS
+    return is_ranked and sizes and documents is None
+
+
+def select_blocks(
+    q: Tensor, ck: Tensor, config: Any, out: Tensor, num_ranked: int, start: int,
+    starts: Tensor | None, leaders: Tensor | None,
+) -> None:  # fmt: skip
+    """As `selection.select_blocks`, of the calls that `is_supported`."""
+    (B, T, H, D), (W, K), ranks = q.shape, ck.shape[1:3], out.shape[2]
+    s, d, stride = config.selection_block_size, config.d, config.selection_stride
+    per_block, groups = s // d, cdiv(num_ranked, BLOCKS.value)
+    F = Settings(
+        H // ranks, ranks // K, D, per_block, per_block // 32, config.num_selected_blocks,
+        config.num_initial_blocks, max(config.num_local_blocks, 1), d, s, stride, config.causal,
+    )  # fmt: skip
+    tile = CONSUMERS.value * ROWS.value
+    tiles, lines, scale = cdiv(cdiv(T + stride - 1, stride), tile), B * ranks, config.scale_of(D)
+    keys = ck.new_empty(B * K * groups * F.STEPS * KEYS.value, D, dtype=torch.float16)
+    sizes = ck.new_empty(B * K, groups * BLOCKS.value, dtype=torch.float32)
+    queries = q.new_empty(lines * tiles * tile, D, dtype=torch.float16)
+    sign = float((scale > 0) - (scale < 0))
+    launcher(nsa_topk_key_tiles, (groups, B * K))(
+        strided(ck), keys, sizes, W=W, K=K, C=num_ranked, GROUPS=groups, sign=sign, F=F
+    )
+    launcher(nsa_topk_mean_queries, (tiles, lines))(
+        strided(q), queries, starts, first_token=start, T=T, TILES=tiles, RANKS=ranks, F=F,
+        num_warps=8,
+    )  # fmt: skip
+    programs = min(tiles * lines, launch.multiprocessors(q.device))
+    launcher(nsa_topk_largest_sm90, (programs,))(
+        queries=launch.gluon_box(queries, [ROWS.value, D]),
+        keys=launch.gluon_box(keys, [KEYS.value, D]), sizes=sizes, out=out, leader_indices=leaders,
+        starts=starts, first_token=start, T=T, C=num_ranked, GROUPS=groups, TILES=tiles,
+        LINES=lines, RANKS=ranks, F=F, num_warps=4,
+    )  # fmt: skip
