@@ -367,8 +367,10 @@ class SparseAttention(Started):
         indices: Any = block_indices
         if layout is not None:
             inp = layout.spread(inp)
-            if indices is not None:
+            if indices is not None and cache is None:
                 indices = layout.spread_blocks(indices, s)
+            elif indices is not None:  # blocks of the cache
+                indices = layout.spread(indices)
             documents = layout.documents if cache is None else None
         positions = None if documents is None else documents.positions()
         tokens: Any = None if cache is None else cache.new_tokens(inp, lengths)

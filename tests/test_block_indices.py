@@ -119,6 +119,12 @@ def test_layer(name):
         part = layer(x[:, begin:end], cache=cache, block_indices=indices[:, begin:end])
         parts.append(part)
     torch.testing.assert_close(torch.cat(parts, 1), out, atol=1e-5, rtol=1e-5)
+    mask = torch.ones(2, 37, dtype=torch.bool, device=DEVICE)
+    mask[0, -3:] = False
+    cache = nsa.KVCache()
+    layer(x[:, :33], cache=cache)
+    part = layer(x[:, 33:], cache=cache, mask=mask, block_indices=indices[:, 33:])
+    torch.testing.assert_close(part[mask], out[:, 33:][mask], atol=1e-5, rtol=1e-5)
 
 
 def test_a_layer_that_ranks_nothing():
