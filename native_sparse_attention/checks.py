@@ -151,6 +151,21 @@ def check_layers(name: str, layers: Any, count: int) -> list[int]:
     return sorted({check_int(name, index, -count, count) % count for index in layers})
 
 
+def check_share_ranking(layers: Any, selecting: Sequence[int], count: int) -> dict[int, int]:
+    """Of the `selecting` ones of `count` layers those that give block indices to others or take
+    them, each with the one that ranks, of `layers`. None: each ranks for itself."""
+    if layers is None:
+        return {}
+    ranking = check_layers("share_ranking", layers, count)
+    if not selecting or ranking[:1] != [*selecting[:1]] or not {*selecting}.issuperset(ranking):
+        first = f"begin with layer {selecting[0]}" if selecting else "be None"
+        expected = f"{first} and leave out layers that select no blocks"
+        raise ValueError(f"share_ranking must {expected}, got {ranking}")
+    sources = {i: max(r for r in ranking if r <= i) for i in selecting}
+    shared = {r for i, r in sources.items() if i != r}
+    return {i: r for i, r in sources.items() if r in shared}
+
+
 def check_number(
     name: str,
     value: Any,

@@ -38,6 +38,11 @@ GEOMETRY = (
 )  # fmt: skip
 RANKED_GEOMETRY = (*GEOMETRY, "num_selected_blocks", "query_heads_share_selected_kv")
 
+# what a layer has in place of a ranking that takes the block indices of another
+GIVEN: dict[str, Any] = dict(
+    importance="given", use_diff_topk=False, interpolated_importance_score=False
+)
+
 # by "index", a block's score from those of its windows: the rule of that name
 INDEX_RULES = {"max": "max", "mean": "logits"}
 

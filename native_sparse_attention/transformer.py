@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,10 +33,11 @@ from .checks import (
     check_ints,
     check_layers,
     check_rows,
+    check_share_ranking,
     check_type,
     copied,
 )
-from .config import SETTINGS, NSAConfig
+from .config import GIVEN, SETTINGS, NSAConfig
 from .generate import check_prompt, check_stop, generate, token_sampler
 from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
@@ -300,17 +300,9 @@ class Transformer(Started):
         if local and not use_sparse_attn:
             raise ValueError(f"local_layers must be empty with use_sparse_attn=False, got {local}")
         selecting = [i for i in range(depth) if use_sparse_attn and i not in local]
-        ranking = selecting
-        if share_ranking is not None:
-            ranking = check_layers("share_ranking", share_ranking, depth)
-            if not selecting or ranking[:1] != selecting[:1] or {*ranking} & {*local}:
-                first = f"begin with layer {selecting[0]}" if selecting else "be None"
-                raise ValueError(
-                    f"share_ranking must {first} and leave out local_layers, got {ranking}"
-                )
-        # layers whose block indices the next one takes
-        pairs = pairwise(selecting)
-        self.shared_rankings = {i for i, after in pairs if i in ranking and after not in ranking}
+        sources = check_share_ranking(share_ranking, selecting, depth)
+        # layers whose block indices others take
+        self.shared_rankings = {*sources.values()}
 
         self.num_tokens = num_tokens
         self.token_emb = nn.Embedding(num_tokens, dim)
@@ -325,11 +317,8 @@ class Transformer(Started):
                     settings = replace(
                         settings, num_selected_blocks=0, use_diff_topk=False, dense_length=0
                     )
-                elif index not in ranking:
-                    settings = replace(
-                        settings, importance="given", use_diff_topk=False,
-                        interpolated_importance_score=False,
-                    )  # fmt: skip
+                elif sources.get(index, index) != index:
+                    settings = replace(settings, **GIVEN)
                 if settings is not layer_config and not settings.compresses:
                     parts["compress_mlp"] = None
                 parts["use_triton_kernel"] = use_triton_fine_selection

@@ -11,15 +11,16 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..attention import SparseAttention
-from ..checks import IMPORTANCE_RULES, check_choice, describe
+from ..checks import IMPORTANCE_RULES, check_choice, check_share_ranking, describe
 from ..compat import sdpa
 from ..compress import windows_of
-from ..config import AttentionConfig, NSAConfig
+from ..config import GIVEN, AttentionConfig, NSAConfig
 from ..ops import branches, decode, dispatch, reference
 from ..ops.call import Call
 from ..ops.reference import Visibility
@@ -97,6 +98,13 @@ def attention(
         settings["dense_length"] = 0
     config = AttentionConfig.unchecked(**settings, scale=scaling, soft_cap=softcap)
     is_dense = not is_window and config.dense_limit >= S
+    ranking_layers = (getattr(module.config, KEY, None) or {}).get("share_ranking")
+    source, block_indices = None, None
+    if ranking_layers and not (is_window or is_dense):
+        source = max(i for i in ranking_layers if i <= module.layer_idx)
+    is_source = source is not None and source == module.layer_idx
+    if source is not None and not is_source:
+        config, block_indices = config.but(**GIVEN), mask.shared_indices(source, q.device)
     ranks = config.ranks and not is_dense
     ranking: Any = None
     if ranks and stride > 1:
@@ -114,7 +122,9 @@ def attention(
             means = windows_of(k.transpose(1, 2), l, d, True, documents).mean(dim=-2)
         ck = means[:, :, : k.shape[1] // d].transpose(1, 2).to(k.dtype)
     sinks = None if sinks is None else sinks[None]
-    call = Call(q, k, v, ck, q_offset=starts, documents=documents, sinks=sinks)
+    call = Call(
+        q, k, v, ck, q_offset=starts, documents=documents, sinks=sinks, block_indices=block_indices
+    )
     has_kernels = backend == "triton" or (backend == "auto" and q.is_cuda)
     is_step = has_kernels and not (is_window or is_dense or is_whole)
     op = "sliding_window_attention" if is_window else "native_sparse_attention"
@@ -123,6 +133,9 @@ def attention(
     if is_step and not why_not("decode_attention", call, config):
         counters = decode.workspace(B, k.shape[2], q.device)
         call = call.but(lengths=starts, counts=counts, counters=counters, ranking=ranking)
+        if is_source:
+            block_indices = decode.new_indices(call, config)
+            call = call.but(new_indices=block_indices)
         out = decode.run_decode_kernels(config, call)
     elif is_dense:
         branches.warn_dense(call, config)
@@ -131,12 +144,16 @@ def attention(
         if ranking is not None and not is_whole:
             call = call.but(leader_indices=decode.read_leaders(ranking, starts))
         backend = dispatch.choose(backend, op, call, config)
-        out, indices = branches.attend(call, config, backend)
-        if ranking is not None and indices is not None:
+        out, block_indices = branches.attend(call, config, backend)
+        if ranking is not None and block_indices is not None:
             ends = starts + (T if counts is None else counts)
             # without those of the first tokens, where they are dense
-            starts = starts + (T - indices.shape[1])
-            decode.write_rankings(ranking, indices, starts, ends)
+            starts = starts + (T - block_indices.shape[1])
+            decode.write_rankings(ranking, block_indices, starts, ends)
+    if is_source and block_indices is not None:  # of a call that is dense at first, with -1 there
+        num_dense = q.shape[1] - block_indices.shape[1]
+        padding = (0, 0, 0, 0, num_dense, 0)
+        mask.block_indices[module.layer_idx] = F.pad(block_indices, padding, value=-1)
     if queries is not None:
         out = Move.apply(out, *reversed(queries))
     return out.contiguous(), None
@@ -164,7 +181,8 @@ def use_sparse_attention(
             num_local_blocks (8), dense_length (8192), importance ("max"), compress_block_size and
             compress_block_sliding_stride (1, tokens themselves rank blocks),
             interpolated_importance_score, selection_stride, query_heads_share_selected_kv,
-            use_diff_topk, backend ("auto").
+            use_diff_topk, backend ("auto"); and share_ranking: indices of layers that rank for
+            themselves and for the layers of full attention after them, up to the next of these.
 
     Raises:
         ValueError: a model without this form of attention, or a setting that is not of this form.
@@ -173,11 +191,21 @@ def use_sparse_attention(
     saved = dict(getattr(decoder.config, KEY, None) or {})
     replaced = saved.pop(REPLACED, "sdpa")
     user = saved if config is None and not settings else config
+    if isinstance(user, Mapping):
+        settings, user = {**user, **settings}, None
+    shared = settings.pop("share_ranking", None)
     layer = layer_config(user, settings, DEFAULTS, FIXED)
     check_choice("importance", layer.importance, IMPORTANCE_RULES)
+    if shared is not None:
+        depth = decoder.config.num_hidden_layers
+        kinds = getattr(decoder.config, "layer_types", None) or ["full_attention"] * depth
+        full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        check_share_ranking(shared, full, depth)
+        shared = sorted(i % depth for i in shared)
     if decoder.config._attn_implementation != NAME:
         replaced = decoder.config._attn_implementation
-    setattr(decoder.config, KEY, layer.values_of(*DEFAULTS) | {REPLACED: replaced})
+    kept = layer.values_of(*DEFAULTS) | {REPLACED: replaced, "share_ranking": shared}
+    setattr(decoder.config, KEY, kept)
     decoder.config.attn_implementation = NAME  # of its file
     decoder.set_attn_implementation(NAME)
     return model

@@ -262,8 +262,8 @@ class KVLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         raise ValueError("past_key_values must be of this model, got one of SparseAttention layers")
 
-    def attend(self, layer: SparseAttention, x: Tensor, mask: NSAMask) -> Tensor:
-        """The output of the layer for new tokens x [B, T, dim]."""
+    def attend(self, layer: SparseAttention, x: Tensor, mask: NSAMask, **options: Any) -> Any:
+        """The output of the layer for new tokens x [B, T, dim], with options of its forward."""
         if not self.is_initialized:
             self.lazy_initialization(x, x)
         (B, T, _), is_compiling = x.shape, torch.compiler.is_compiling()
@@ -274,12 +274,11 @@ class KVLayer(CacheLayerMixin):
                     f"attention_mask must show the {lengths} tokens that past_key_values holds of "
                     f"each sequence, got {shown}: give the mask [B, S] of all tokens so far"
                 )
-        padding: dict[str, Any] = {}
         if mask.tokens is not None:
             new, are_all = mask.share(NSAMask.new_tokens, T)
             if not are_all:
-                padding = dict(lengths=new[:, 0].int()) if T == 1 else dict(mask=new)
-        out: Tensor = layer(x, cache=self.cache, **padding)
+                options |= dict(lengths=new[:, 0].int()) if T == 1 else dict(mask=new)
+        out = layer(x, cache=self.cache, **options)
         if not self.is_compileable:
             self.slots += T
             return out

@@ -18,9 +18,10 @@ from ..checks import (
     check_keywords,
     check_layers,
     check_number,
+    check_share_ranking,
     describe,
 )
-from ..config import NSAConfig
+from ..config import GIVEN, NSAConfig
 from ..presets import RECOMMENDED, preset
 from ..ranking import WEIGHTS
 
@@ -121,6 +122,8 @@ class NSAModelConfig(PreTrainedConfig):
         qkv_bias, out_bias, qk_norm: as in `SparseAttention`.
         dense_layers: indices of layers of dense attention; -1 is the last.
         local_layers: indices of layers that rank no blocks (`num_selected_blocks=0`).
+        share_ranking: indices of layers that rank for themselves and for the sparse layers after
+            them, up to the next of these, as in `Transformer`. All rank by default.
         nsa: the other settings of `NSAConfig`: a dict; a dict with the name of a preset as
             "preset", its "length" perhaps, and what replaces its settings; that name alone
             ("one-softmax" by default); or an `NSAConfig`. It is kept as a dict of all settings.
@@ -154,6 +157,7 @@ class NSAModelConfig(PreTrainedConfig):
     qk_norm: bool = False
     dense_layers: Sequence[int] = ()
     local_layers: Sequence[int] = ()
+    share_ranking: Sequence[int] | None = None
     nsa: Any = None
     ranking_queries: int | None = None
     ranking_weights: str = "output"
@@ -210,6 +214,10 @@ class NSAModelConfig(PreTrainedConfig):
             setattr(self, name, check_layers(name, getattr(self, name), self.num_hidden_layers))
         if both := sorted({*self.dense_layers} & {*self.local_layers}):
             raise ValueError(f"local_layers must not be dense_layers too, got {both} in both")
+        if self.share_ranking is not None:
+            indices = check_layers("share_ranking", self.share_ranking, self.num_hidden_layers)
+            self.share_ranking = indices
+        self.check_ranking_layers()
         layer = self.read_settings(self.nsa)
         self.nsa = layer.values_of(*SETTINGS)
         if self.ranking_queries is not None:
@@ -224,6 +232,12 @@ class NSAModelConfig(PreTrainedConfig):
         """The settings of an `NSAConfig` that the other arguments decide."""
         return DECIDED | {name: getattr(self, attribute) for name, attribute in NAMES.items()}
 
+    def check_ranking_layers(self) -> dict[int, int]:
+        """For each layer that shares its block indices, the layer that ranks."""
+        others = {*self.dense_layers, *self.local_layers}
+        selecting = [i for i in range(self.num_hidden_layers) if i not in others]
+        return check_share_ranking(self.share_ranking, selecting, self.num_hidden_layers)
+
     def layer_config_of(self, index: int) -> NSAConfig:
         """The settings of a layer; a dense one is one softmax without a limit and a ranking."""
         nsa = dict(self.nsa)
@@ -232,6 +246,8 @@ class NSAModelConfig(PreTrainedConfig):
         elif index in self.dense_layers:
             nsa = {name: nsa[name] for name in DENSE_SETTINGS} | dict(branches=["selected"])
             nsa |= dict(num_selected_blocks=0, dense_length=TOO_LARGE - 1)
+        elif self.check_ranking_layers().get(index, index) != index:
+            nsa |= GIVEN
         return NSAConfig(**self.widths, **nsa)
 
     def read_settings(self, nsa: Any) -> NSAConfig:

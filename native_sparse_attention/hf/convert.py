@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..attention import SparseAttention
-from ..checks import check_factor, describe
+from ..checks import check_factor, check_share_ranking, describe
 from ..compress import MeanPool
-from ..config import NSAConfig
+from ..config import GIVEN, NSAConfig
 from ..initialization import assign, gate_linear
 from ..presets import preset
 from . import configuration
@@ -61,7 +61,8 @@ def convert(
         settings: single settings of `NSAConfig`, which replace those of `config`. The model decides
             dim, dim_head, heads, kv_heads, causal, norm, the biases, qk_norm, scale and soft_cap.
             `index_heads` is kv_heads by default. Windows are compressed by their mean. `gate_bias`
-            (12) is the first logit of open gates; closed ones have its negative.
+            (12) is the first logit of open gates; closed ones have its negative. `share_ranking`
+            lists the layers that rank for those after them, as in `Transformer`.
 
     Raises:
         ValueError: a model of another family or without an equivalent, a setting that is unknown,
@@ -74,6 +75,7 @@ def convert(
         settings, config = {**config, **settings}, None
     # logits of open gates; sigmoid(12) = 1 - 6e-6
     bias = check_factor("gate_bias", settings.pop("gate_bias", 12.0))
+    share_ranking = settings.pop("share_ranking", None)
     base, kinds = decoder.base_model, getattr(decoder.config, "layer_types", None)
     layers: list[tuple[int, Any]] = [
         (index, layer)
@@ -85,11 +87,18 @@ def convert(
         raise ValueError(f"model must have layers and rotary_emb, got a {type(base).__name__}")
     # all of them, before the model changes
     modules = [getattr(layer, "self_attn", layer) for _, layer in layers]
-    converted = [sparse_layer(module, rotary, config, settings, bias) for module in modules]
+    indices = [index for index, _ in layers]
+    sources = check_share_ranking(share_ranking, indices, len(base.layers))
+    converted = [
+        sparse_layer(module, rotary, config, settings | (GIVEN if takes else {}), bias)
+        for module, takes in zip(modules, (sources.get(i, i) != i for i in indices), strict=True)
+    ]
     for (index, layer), module, attention in zip(layers, modules, converted, strict=True):
-        layer.self_attn = NSAAttention(attention, index, module.attention_dropout)
+        dropout, source = module.attention_dropout, sources.get(index)
+        layer.self_attn = NSAAttention(attention, index, dropout, source)
         layer.self_attn.train(module.training)
     saved = converted[0].config.values_of(*SETTINGS) | dict(gate_bias=bias)
+    saved |= dict(share_ranking=[*share_ranking]) if share_ranking else {}
     setattr(decoder.config, CONVERTED_KEY, saved)
     decoder.config.attn_implementation = configuration.LOADER
     decoder.set_attn_implementation(NAME)
@@ -306,5 +315,6 @@ def load_viewed(
         raise ValueError(f"{path} must hold all weights, got none of the size of {min(absent)}")
     if not is_native:  # settings and numbers as of the drop-in
         use_sparse_attention(model, settings)
-        convert(model, drop_in_settings(model.config))
+        share_ranking = model.config.nsa_config["share_ranking"]
+        convert(model, drop_in_settings(model.config), share_ranking=share_ranking)
     return model.to(device), tokenizer

@@ -44,6 +44,8 @@ class NSAMask:
         visible: bool [B, 1, T, S], which keys each query sees, of layers that run in SDPA.
         least_position: with a tensor as length, a position that no query is before.
         has_positions: whether positions are known to be those of the tokens of one document.
+        block_indices: of layers that rank for others, by their index: a layer that is computed
+            again, for its gradients, reads what it read before.
     """
 
     length: Any
@@ -52,6 +54,7 @@ class NSAMask:
     visible: Any = None
     least_position: int = 0
     has_positions: bool = False
+    block_indices: dict[int, Tensor] = field(default_factory=dict, repr=False)
     results: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     # a mask of layers, as of four axes: transformers makes those from masks of two
@@ -80,6 +83,13 @@ class NSAMask:
         if key not in self.results:
             self.results[key] = compute(self, *args)
         return self.results[key]
+
+    def shared_indices(self, layer: int, device: Any) -> Tensor:
+        """The block indices that a layer has ranked in this forward."""
+        if layer not in self.block_indices:
+            got = f"one without block indices of layer {layer}: call the whole model"
+            raise ValueError(f"attention_mask must be of all layers with share_ranking, got {got}")
+        return self.block_indices[layer].to(device)
 
     def layout(self, step: int) -> varlen.Layout:
         """Rows in which each sequence or document begins at a multiple of `step`."""
@@ -170,7 +180,9 @@ def name_documents(
         if bool(jumps.any()):
             expected = "must count up by 1 within each sequence"
             raise ValueError(f"position_ids {expected}, got others: {HINT}")
-    return NSAMask(T, mask.tokens, documents) if first else mask
+    if not first:
+        return mask
+    return NSAMask(T, mask.tokens, documents, block_indices=mask.block_indices)
 
 
 def check_layers(config: Any, name: str) -> None:

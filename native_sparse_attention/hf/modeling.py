@@ -60,11 +60,15 @@ class NSAAttention(nn.Module):
 
     ranking: Ranking | None = None
 
-    def __init__(self, attention: SparseAttention, layer_idx: int, dropout: float = 0.0):
+    def __init__(
+        self, attention: SparseAttention, layer_idx: int, dropout: float = 0.0,
+        ranking_layer: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.attention = attention
         self.layer_idx = layer_idx
         self.dropout = dropout
+        self.ranking_layer = ranking_layer  # whose block indices it gives to others or takes
 
     def forward(
         self,
@@ -86,21 +90,33 @@ class NSAAttention(nn.Module):
         ranking = self.ranking if ranking is None else ranking
         if cache is not None and ranking is not None:
             raise ValueError("past_key_values must be None while rankings learn: use_cache=False")
-        if cache is not None:
-            return layer_of(cache, self.layer_idx).attend(self.attention, x, mask), None
         call: dict[str, Any] = {}
+        gives = self.ranking_layer == self.layer_idx
+        if gives:
+            call["return_block_indices"] = True
+        elif self.ranking_layer is not None:
+            call["block_indices"] = mask.shared_indices(self.ranking_layer, x.device)
+        if cache is not None:
+            out = layer_of(cache, self.layer_idx).attend(self.attention, x, mask, **call)
+            if gives:
+                out, mask.block_indices[self.layer_idx] = out
+            return out, None
         if mask.tokens is not None or mask.documents is not None:
             layout = mask.share(NSAMask.layout, self.attention.config.alignment)
             x, call["documents"] = layout.spread(x), layout.documents
-        if ranking is None or self.attention.to_index is None:
-            out = self.attention(x, **call)
-        else:
-            queries = ranking.queries.to(x.device)
+        learning = None if self.attention.to_index is None else ranking
+        if learning is not None:
+            queries = learning.queries.to(x.device)
             if layout is not None:  # where the layout puts them, -1 for padding
                 queries = layout.target[:, sampled(queries, T, None, x.device)]
-            call |= dict(ranking_queries=queries, ranking_weights=ranking.weights)
-            out, ranking.losses[self.layer_idx] = self.attention(x, **call)
-            ranking.learns |= self.attention.to_index.weight.requires_grad
+            call |= dict(ranking_queries=queries, ranking_weights=learning.weights)
+        out = self.attention(x, **call)
+        out, *others = out if isinstance(out, tuple) else (out,)
+        if learning is not None:
+            learning.losses[self.layer_idx] = others[0]
+            learning.learns |= self.attention.to_index.weight.requires_grad
+        if gives:
+            mask.block_indices[self.layer_idx] = others[-1]
         return (out if layout is None else layout.collect(out)), None
 
 
@@ -145,7 +161,8 @@ class NSADecoderLayer(LlamaDecoderLayer):
         GradientCheckpointingLayer.__init__(self)
         layer = config.layer_config_of(index)
         attention = SparseAttention.from_config(layer, rope_theta=config.rope_theta)
-        self.self_attn = NSAAttention(attention, index)
+        ranking_layer = config.check_ranking_layers().get(index)
+        self.self_attn = NSAAttention(attention, index, ranking_layer=ranking_layer)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)

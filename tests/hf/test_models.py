@@ -50,12 +50,16 @@ DROP_INS = {
     "drop-in, windows": drop_in("Gemma3", **WINDOWS),
     "drop-in, logits": drop_in("Llama", **WINDOWS, importance="logits"),
     "drop-in, probs": drop_in("Llama", **WINDOWS, importance="probs"),
+    "drop-in, shared": drop_in("Llama", **SPARSE | dict(dense_length=25), share_ranking=[0]),
 }
 LAYERS = {
     "converted": converted("Qwen3", **SPARSE, importance="max"),
     "converted, ranked": converted("Llama", **SPARSE),
     "converted, mixed": converted("Gemma3", **SPARSE | dict(dense_length=25)),
     "converted, branches": converted("Phi", **BRANCHES),
+    "converted, shared": converted("Qwen3", **SPARSE | dict(dense_length=25), share_ranking=[0]),
+    "native, index shared": lambda **sizes: native("index", share_ranking=[0], **sizes),
+    "native, branches shared": lambda **sizes: native("branches", share_ranking=[0], **sizes),
 } | {
     f"native, {form}": lambda form=form, **sizes: native(form, dense_layers=[0], **sizes)
     for form in FORMS
@@ -192,11 +196,16 @@ def test_guesses_that_are_refused_leave_nothing(name, guess):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["drop-in", "converted, ranked", "native, branches"])
+@pytest.mark.parametrize(
+    "name", ["drop-in", "converted, ranked", "native, branches", "drop-in, shared"]
+)
 @torch.no_grad()
 def test_generate_compiles_one_graph(name):
     """As on a GPU: without a graph break, and no graph for each length."""
-    model, batch = MODELS[name](num_hidden_layers=1), padded(prompts(33, 30), left=True)
+    model, batch = (
+        MODELS[name](num_hidden_layers=1 + ("shared" in name)),
+        padded(prompts(33, 30), left=True),
+    )
     expected = generate(model, batch)
     torch._dynamo.reset()
     compiled = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)
@@ -208,7 +217,7 @@ def test_generate_compiles_one_graph(name):
     assert 1 <= counted["stats"]["unique_graphs"] <= 2
 
 
-@pytest.mark.parametrize("name", ["drop-in", *LAYERS])
+@pytest.mark.parametrize("name", ["drop-in", "drop-in, shared", *LAYERS])
 def test_checkpointing_and_caches_change_no_gradient(name):
     model, batch = MODELS[name]().train(), padded(prompts(33, 40), left=True)
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -227,7 +236,7 @@ def test_checkpointing_and_caches_change_no_gradient(name):
         close(gradients(use_cache=True), expected)
     checkpoint(model)
     close(gradients(), expected)
-    if name == "drop-in":
+    if name in DROP_INS:
         return
     checkpoint(model, reentrant=True)
     if learns:  # no gradient reaches the rankings

@@ -1,0 +1,107 @@
+"""Layers that take the block indices of another (`share_ranking`): the drop-in, converted models
+and the native one. Padding, packing, caches and checkpointing of them: test_models.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from native_sparse_attention import hf, native_sparse_attention
+from native_sparse_attention.hf.attention import attention
+from native_sparse_attention.hf.mask import NSAMask
+from tests.helpers import tiny_models as models
+
+FORMS = {
+    "tokens": {},
+    "groups": dict(selection_stride=4),
+    "gates": dict(use_diff_topk=True, dense_length=9),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_layer_reads_what_another_ranked(form):
+    """In a layer that is computed again too, after others have ranked."""
+    settings = models.SPARSE | FORMS[form]
+    model = hf.use_sparse_attention(
+        models.tiny(num_hidden_layers=4), **settings, share_ranking=[0, 2]
+    )
+    inputs = [[torch.randn(1, heads, 40, 8) for heads in (4, 2, 2)] for _ in range(4)]
+    mask = NSAMask(40)
+    modules = [SimpleNamespace(config=model.config, layer_idx=i) for i in range(4)]
+    outs = [attention(module, *qkv, mask)[0] for module, qkv in zip(modules, inputs)]
+    sizes = dict(sliding_window_size=0, compress_block_size=1, compress_block_sliding_stride=1)
+    settings = settings | sizes | dict(branches=("selected",), importance="max")
+    for i, (q, k, v) in enumerate([t.transpose(1, 2) for t in qkv] for qkv in inputs):
+        if i % 2 == 0:
+            call = q, k, v, k, None, None
+            out, indices = native_sparse_attention(*call, **settings, return_block_indices=True)
+        else:
+            given = settings | dict(use_diff_topk=False, block_indices=indices)
+            out = native_sparse_attention(q, k, v, None, None, None, **given)
+        models.close(outs[i], out)
+    assert attention(modules[1], *inputs[1], mask)[0].equal(outs[1])
+
+
+@torch.no_grad()
+def test_layers_of_the_native_model():
+    model, (ids,) = (
+        models.native("index", num_hidden_layers=5, share_ranking=[0, 3], local_layers=[1]),
+        models.prompts(50),
+    )
+    rules = [layer.self_attn.attention.importance for layer in model.model.layers]
+    assert rules == ["index", "index", "given", "index", "given"]
+    x, indices = model.model.embed_tokens(ids), None
+    for i, layer in enumerate(model.model.layers):
+        call = dict(return_block_indices=True) if i in (0, 3) else {}
+        call = dict(block_indices=indices) if i in (2, 4) else call
+        out = layer.self_attn.attention(layer.input_layernorm(x), **call)
+        out, indices = out if i in (0, 3) else (out, indices)
+        x = x + out
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    models.close(model(ids).logits, model.lm_head(model.model.norm(x)))
+
+
+@pytest.mark.kernels
+@torch.no_grad()
+def test_steps_of_kernels():
+    """Over caches that do and do not keep rankings, of rows with padding."""
+    batch = models.padded(models.prompts(30, 34), left=True)
+    for stride, cache in ((1, models.dynamic), (4, lambda model: hf.SparseCache(model.config))):
+        settings = models.SPARSE | dict(selection_stride=stride, share_ranking=[0])
+        model = hf.use_sparse_attention(models.tiny(), **settings)
+        expected, cache = model(**batch).logits, cache(model)
+        for start, stop in ((0, 31), (31, 32), (32, 34)):
+            part = {name: t[:, start:stop] for name, t in batch.items()}
+            part["attention_mask"] = batch["attention_mask"][:, :stop]
+            out = models.call(model, part.pop("input_ids"), cache, **part)
+            models.close(out[:, -1], expected[:, stop - 1])
+            model.config.nsa_config["backend"] = "triton"
+
+
+@torch.no_grad()
+def test_files_and_windows(tmp_path):
+    """Layers with a window are left out; files keep the list."""
+    (ids,), kinds = models.prompts(40), ["sliding_attention", "full_attention"] * 2
+    model = models.tiny("Gemma3", num_hidden_layers=4, layer_types=kinds)
+    state = model.state_dict()
+    hf.use_sparse_attention(model, **models.SPARSE, share_ranking=[-3])
+    assert model.config.nsa_config["share_ranking"] == [1]
+    others = models.native(share_ranking=[0])
+    converted = models.tiny("Gemma3", num_hidden_layers=4, layer_types=kinds)
+    converted.load_state_dict(state)
+    hf.convert(converted, **models.SPARSE, importance="max", share_ranking=[1])
+    models.close(converted(ids).logits, model(ids).logits)
+    for one in (model, others, converted):
+        one.save_pretrained(tmp_path)
+        load = hf.load_converted if one is converted else AutoModelForCausalLM.from_pretrained
+        models.close(load(tmp_path)(ids).logits, one(ids).logits)
+    expected = r"must begin with layer 1 and leave out layers that select no blocks, got \[0\]"
+    for change in (hf.use_sparse_attention, hf.convert):
+        with pytest.raises(ValueError, match=expected):
+            change(models.tiny("Gemma3", layer_types=kinds[:2]), share_ranking=[0])
+    with pytest.raises(ValueError, match="begin with layer 0"):
+        models.native(share_ranking=[1])
+    inputs = [torch.randn(1, heads, 40, 8) for heads in (4, 2, 2)]
+    with pytest.raises(ValueError, match="attention_mask must be of all layers with share_ranking"):
+        attention(SimpleNamespace(config=model.config, layer_idx=3), *inputs)
