@@ -32,15 +32,26 @@ from .mask import NSAMask, check_call, check_layers, nsa_mask
 
 Model = TypeVar("Model")
 
+# in place of the settings of a selection, where a model gives its block indices
+GIVEN_BLOCKS: dict[str, Any] = GIVEN | dict(
+    num_initial_blocks=0, num_local_blocks=0, selection_stride=1, dense_length=0,
+    compress_block_size=1, compress_block_sliding_stride=1,
+)  # fmt: skip
+
 
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: NSAMask | None = None,
     *, scaling: float | None = None, softcap: float | None = None,
-    sliding_window: int | None = None, s_aux: Tensor | None = None, **options: Any,
+    sliding_window: int | None = None, s_aux: Tensor | None = None,
+    block_indices: Tensor | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """One softmax over the initial, local and ranked blocks of each query [B, H, T, D], or over its
     window of `sliding_window` tokens, as `AttentionInterface` asks for it: [B, T, H, E] and None.
-    `s_aux` are sinks [H]. The output of padding has no meaning."""
+    `s_aux` are sinks [H]. The output of padding has no meaning.
+
+    With the `block_indices` [B, R, T, n] of a model that selects, -1 for none, a query attends to
+    these blocks of `module.indexer.block_size` slots alone, and settings of a selection have no
+    effect."""
     (B, _, T, _), S, is_window = query.shape, key.shape[2], sliding_window is not None
     mask = NSAMask(S) if attention_mask is None else attention_mask
     mask = check_call(module, mask, (B, T), query.device, options)
@@ -49,6 +60,10 @@ def attention(
         dtype = torch.get_autocast_dtype(query.device.type)
     q, k, v = (t.to(dtype).transpose(1, 2) for t in (query, key, value))
     sinks: Any = None if s_aux is None else s_aux.to(dtype)
+    if block_indices is not None and not mask.share(NSAMask.has_slots):
+        expected = "padding on the right alone, none over a cache and no documents"
+        got = f"others in {type(module).__name__}, whose blocks count slots"
+        raise ValueError(f"attention_mask must have {expected}, got {got}")
     out: Any
     if mask.visible is not None and sinks is None and softcap is None:
         is_grouped, heads = q.shape[2] != k.shape[2], (t.transpose(1, 2) for t in (q, k, v))
@@ -65,6 +80,12 @@ def attention(
     if isinstance(L, int) and S > L:  # a static cache is longer than its sequences
         k, v, S = k[:, :L], v[:, :L], L
     settings = drop_in_settings(module.config)
+    ranking_layers = (getattr(module.config, KEY, None) or {}).get("share_ranking")
+    if block_indices is not None:
+        ranking_layers, R = None, block_indices.shape[1]
+        num_heads = (k if k.shape[2] % R == 0 else q).shape[2]
+        block_indices = block_indices.int().transpose(1, 2).repeat_interleave(num_heads // R, dim=2)
+        settings |= GIVEN_BLOCKS | dict(selection_block_size=module.indexer.block_size)
     backend, dense_length = settings.pop("backend"), settings["dense_length"]
     stride = settings["selection_stride"]
     l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
@@ -98,8 +119,7 @@ def attention(
         settings["dense_length"] = 0
     config = AttentionConfig.unchecked(**settings, scale=scaling, soft_cap=softcap)
     is_dense = not is_window and config.dense_limit >= S
-    ranking_layers = (getattr(module.config, KEY, None) or {}).get("share_ranking")
-    source, block_indices = None, None
+    source = None
     if ranking_layers and not (is_window or is_dense):
         source = max(i for i in ranking_layers if i <= module.layer_idx)
     is_source = source is not None and source == module.layer_idx

@@ -84,6 +84,14 @@ class NSAMask:
             self.results[key] = compute(self, *args)
         return self.results[key]
 
+    def has_slots(self) -> bool:
+        """Whether tokens have the positions of their slots. In a graph the host does not look."""
+        if self.visible is not None or self.documents is not None:
+            return False
+        if self.tokens is None or torch.compiler.is_compiling():
+            return True
+        return not bool((self.tokens[:, 1:] & ~self.tokens[:, :-1]).any())
+
     def shared_indices(self, layer: int, device: Any) -> Tensor:
         """The block indices that a layer has ranked in this forward."""
         if layer not in self.block_indices:
@@ -188,7 +196,8 @@ def name_documents(
 def check_layers(config: Any, name: str) -> None:
     """Check that "nsa" computes every layer of a model of this configuration."""
     kinds = {*(getattr(config, "layer_types", None) or ())}
-    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
+    # those of MiniMax M3 give their block indices
+    if other := sorted(kinds - {"full_attention", "sliding_attention", "minimax_m3_sparse"}):
         expected = "one with layers of full_attention and sliding_attention"
         raise ValueError(f"model must be {expected}, got {name} with {other}")
     if crossed := getattr(config, "cross_attention_layers", None):
