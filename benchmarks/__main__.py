@@ -14,19 +14,18 @@ import argparse
 
 from . import (
     attention,
+    clock,
     decode,
     distillation,
     generation,
-    layer,
     learning,
     masks,
     memory,
-    model,
     pretrained,
     recall,
 )
 
-DIRECT = (attention, masks, memory, decode, layer, model, generation)
+DIRECT = (attention, masks, memory, decode, clock, generation)
 BY_HAND = (distillation, learning, pretrained, recall)
 OPTIONS = {attention: ["--parts", "--agreement", "4"]}
 

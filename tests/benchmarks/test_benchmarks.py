@@ -6,12 +6,11 @@ import importlib
 import pytest
 import torch
 
-from benchmarks import against, attention, common, decode, layer, masks, oracle, problem
+from benchmarks import against, attention, clock, common, decode, masks, one_tree, oracle, problem
 from benchmarks.oracle import WrongResult
 from benchmarks.problem import Setting
 from benchmarks.providers import Dense, Ours, OursSelect, OursSelected, OursWindow
 from benchmarks.providers import providers as known_providers
-from benchmarks.twin import DenseAttention
 from native_sparse_attention import native_sparse_attention
 from native_sparse_attention.masks import catalog
 from tests.helpers.budget import DEVICE
@@ -357,43 +356,28 @@ def test_bytes_by_hand():
 # layers
 
 
-AT = layer.Sizes(True, torch.device("cpu"))
+def test_a_wrong_layer_is_not_timed(monkeypatch):
+    make = clock.make
 
+    def wrong(*args):
+        net = make(*args)
+        net.register_forward_hook(lambda net, _, out: out * (1 + 0.1 * (net.backend == "auto")))
+        return net
 
-@pytest.mark.parametrize("in_decoding, message", [(False, "out errs"), (True, "decode errs")])
-def test_a_wrong_layer_is_not_timed(in_decoding, message, monkeypatch):
-    class Wrong(DenseAttention):
-        def forward(self, x, cache=None):
-            out = super().forward(x, cache)
-            is_wrong = cache is not None if in_decoding else self.backend == "auto"
-            return out * 1.001 if is_wrong else out
-
-    sizes = AT.dim, AT.heads, AT.kv_heads, AT.width
-    with pytest.raises(WrongResult, match=message):
-        layer.check(Wrong(*sizes), "dense", AT)
-    monkeypatch.setattr(layer, "layer_of", lambda *_: Wrong(*sizes))
-    with pytest.raises(SystemExit, match="1 cases failed, the first: dense .*wrong: "):
-        layer.main(["--quick", "--device", "cpu", "--providers", "dense"])
+    monkeypatch.setattr(clock, "make", wrong)
+    options = ["--subjects", "layer, 32/8", "--forms", "one softmax"]
+    with pytest.raises(
+        SystemExit, match="1 cases failed, the first: layer, 32/8 .*wrong: out errs"
+    ):
+        clock.main(["--quick", "--device", "cpu", *options])
 
 
 def test_twin_rotates_as_rotary_embedding_torch_does():
     package = pytest.importorskip("rotary_embedding_torch")
-    dense, t = layer.layer_of(AT, "dense", 0), torch.randn(2, 7, 3, 16)
+    dense = one_tree.layer_of(one_tree.Sizes(True, CPU), "dense", 0)
+    t = torch.randn(2, 7, 3, 16)
     expected = package.RotaryEmbedding(16).rotate_queries_or_keys(t.transpose(1, 2), offset=5)
     torch.testing.assert_close(dense.rotate(t, 5), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
-
-
-def test_summary_of_a_trace():
-    """Kernels on two streams overlap; host events are left out."""
-    events = [
-        {"cat": "kernel", "ts": 0.0, "dur": 10.0},
-        {"cat": "kernel", "ts": 5.0, "dur": 10.0},
-        {"cat": "kernel", "ts": 6.0, "dur": 1.0},
-        {"cat": "gpu_memset", "ts": 20.0, "dur": 2.0},
-        {"cat": "cuda_runtime", "ts": 0.0, "dur": 50.0},
-        {"ph": "M"},
-    ]
-    assert layer.summary(events) == {"busy_ms": 0.017, "kernels": 3}
 
 
 # generate of transformers

@@ -11,10 +11,8 @@ from benchmarks import common, memory
 
 pytestmark = pytest.mark.usefixtures("nothing_to_release")
 
-NAMES = "attention decode distillation generation layer learning masks memory model pretrained"
-MODULES = {
-    name: importlib.import_module(f"benchmarks.{name}") for name in [*NAMES.split(), "recall"]
-}
+NAMES = "attention clock decode distillation generation learning masks memory pretrained recall"
+MODULES = {name: importlib.import_module(f"benchmarks.{name}") for name in NAMES.split()}
 FAST = ["--seconds", "1e-4"]
 # module, options, fields of every row that was measured, how many rows were
 QUICK = [
@@ -22,11 +20,15 @@ QUICK = [
     ("decode", [*FAST, "--new", "1", "2"], ["p50_us", "gbps", "error_share"], 18),
     ("distillation", [], ["loss", "above", "found"], 6),
     pytest.param("generation", [], ["prefill_ms", "dynamic_over_sdpa"], 7, marks=pytest.mark.slow),
-    ("layer", [], ["host_ms", "wall_ms", "error_share"], 12),
+    (
+        "clock",
+        ["--subjects", "layer, 32/8", "llama", "--forms", "dense", "one softmax"],
+        ["error_share", "run", "mode"],
+        4,
+    ),
     ("learning", ["--variants", "dense", "paper's ranking, means"], ["bits", "curve", "config"], 2),
     ("masks", [*FAST, "--masks", "natten", "--scores"], ["p50_ms", "error_share"], 4),
     pytest.param("memory", [], ["mib", "seconds"], 2, marks=pytest.mark.slow),
-    ("model", [], ["training step", "prefill"], 4),
     ("pretrained", [], ["loss", "above", "found", "right"], 12),
     ("recall", ["--variants", "dense", "published, windows of 32"], ["accuracy", "curve"], 2),
 ]

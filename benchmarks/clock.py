@@ -1,0 +1,300 @@
+"""Wall time of layers and of whole models against dense attention: the chart of the README.
+
+    python -m benchmarks.clock                           every subject and length, append rows
+    python -m benchmarks.clock --subjects transformer    those of the chart
+    python -m benchmarks.clock --modes eager graph       layers in a CUDA graph, too
+    python -m benchmarks.clock --table                   redraw the chart and docs/performance.md
+    python -m benchmarks.clock --quick                   small, nothing recorded
+
+Subjects: a layer with 32/8 or 64/4 heads of 128, a `Transformer` of 4 layers, and a Llama of 1 B of
+transformers under `use_sparse_attention`, which checkpoints activations. In bf16, of one sequence,
+by the clock, the medians of 5 calls: of both passes, or a training step; and of a forward without
+gradients, or a prefill. Dense attention is the same subject with SDPA. "host": until Python has
+control again. Before a form is timed, its outputs, and the gradients of a layer, are held against
+its own weights in fp32 on the eager backend: at most twice the error of that backend in bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from native_sparse_attention import SparseAttention, Transformer, recipes
+from native_sparse_attention.compress import MeanPool
+from native_sparse_attention.presets import preset
+
+from . import common, oracle
+from .common import NO_ROWS, Row, WrongResult
+
+PAGE = common.ROOT / "docs" / "performance.md"
+PLOT = common.ROOT / "docs" / "images" / "clock.png"
+
+MEANS = dict(importance="logits", compress_block_size=32, compress_block_sliding_stride=16)
+# of each form the preset and what replaces its settings
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("one-softmax", dict(num_selected_blocks=0)),
+    "one softmax": ("one-softmax", {}),
+    "one softmax, ranked by means": ("one-softmax", MEANS),
+    "three branches": ("paper", dict(
+        importance="logits", branch_kv="shared", compress_mlp=MeanPool()
+    )),
+    "short windows": ("short-windows", {}),
+}  # fmt: skip
+# of the drop-in
+DROP_IN: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "one softmax": {},
+    "one softmax, ranked by means": MEANS,
+}
+HEADS = {"layer, 32/8": (32, 8), "layer, 64/4": (64, 4)}
+SUBJECTS = (*HEADS, "transformer", "llama")
+CHARTED = "transformer"
+LAYER = dict(dim=4096, dim_head=128, causal=True)
+MODEL = dict(num_tokens=256, dim=2048, depth=4, heads=16, kv_heads=4, dim_head=128, causal=True)
+LLAMA = dict(
+    num_hidden_layers=16, hidden_size=2048, intermediate_size=8192, num_attention_heads=32,
+    num_key_value_heads=8, head_dim=64, vocab_size=32000, max_position_embeddings=2**17,
+    bos_token_id=None, eos_token_id=None, pad_token_id=0,
+)  # fmt: skip
+QUICK: dict[str, dict[str, Any]] = {
+    "layer": dict(dim=64, dim_head=16),
+    "transformer": dict(dim=64, depth=2, dim_head=16),
+    "llama": dict(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=256,
+    ),
+}  # fmt: skip
+LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
+MODES = ("eager", "compiled", "graph")
+# tokens of the check, which eager PyTorch can run
+CHECKED = 2048
+# a softmax does not see what all its keys have in common: the exact gradient is nearly 0
+ZERO = "dk_intrablock_positions"
+
+
+def forms_of(subject: str) -> Sequence[str]:
+    return [*DROP_IN] if subject == "llama" else [*FORMS]
+
+
+def make(subject: str, form: str, T: int, quick: bool) -> nn.Module:
+    """A subject with a form of attention for sequences of T tokens, with weights by seed 0."""
+    torch.manual_seed(0)
+    small = QUICK[subject.partition(",")[0]] if quick else {}
+    if subject == "llama":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from native_sparse_attention.hf import use_sparse_attention
+
+        net: Any = LlamaForCausalLM(LlamaConfig(**LLAMA | small))
+        enable = getattr(net, "activation_checkpointing_enable", None)  # since 5.24
+        (enable or net.gradient_checkpointing_enable)(dict(use_reentrant=False))
+        net.config.use_cache = False
+        return net if form == "dense" else use_sparse_attention(net, DROP_IN[form])
+    settings = preset(FORMS[form][0], T, FORMS[form][1])
+    if subject == "transformer":
+        net = Transformer(**MODEL | small, use_sparse_attn=True, sparse_attn_kwargs=settings)
+    else:
+        heads, kv_heads = HEADS[subject]
+        heads, kv_heads = (4, 2) if quick else (heads, kv_heads)
+        sizes = dict(LAYER, sliding_window_size=0, heads=heads, kv_heads=kv_heads)
+        net = SparseAttention(**sizes | small | settings)
+    if form == "dense":
+        recipes.set_dense(net, True)
+    return net
+
+
+def is_layer(subject: str) -> bool:
+    return subject in HEADS
+
+
+def passes_of(subject: str) -> tuple[str, str]:
+    return ("both passes", "forward") if is_layer(subject) else ("training step", "prefill")
+
+
+def draw(subject: str, net: Any, T: int, device: torch.device) -> Tensor:
+    """Inputs of a layer [1 T dim], or ids [1 T]."""
+    if is_layer(subject):
+        return torch.randn(1, T, net.config.dim, device=device, dtype=torch.bfloat16)
+    return torch.randint(0, 256, (1, T), device=device)
+
+
+# the oracle
+
+
+def outputs(subject: str, net: Any, x: Tensor) -> dict[str, Tensor]:
+    """Of a layer its output, and the gradients of its input and weights; of a model its logits."""
+    if not is_layer(subject):
+        with torch.no_grad():
+            out = net(x)
+        return {"logits": out if isinstance(out, Tensor) else out.logits}
+    x = x.detach().requires_grad_()
+    net.zero_grad(set_to_none=True)
+    out = net(x)
+    out.backward(x.detach().flip(1))
+    grads = {f"d{name}": p.grad for name, p in net.named_parameters() if p.grad is not None}
+    net.zero_grad(set_to_none=True)
+    return {"out": out.detach(), "dx": x.grad, **grads}  # type: ignore[dict-item]
+
+
+def check(subject: str, net: Any, x: Tensor) -> float:
+    """The largest error as a share of its budget, at any length without dense queries. Raises
+    WrongResult."""
+    low = copy.deepcopy(net)
+    if subject == "llama":
+        from native_sparse_attention.hf import use_sparse_attention
+
+        if low.config._attn_implementation == "nsa":
+            settings = {n: v for n, v in low.config.nsa_config.items() if n in MEANS}
+            net = use_sparse_attention(copy.deepcopy(net), settings, dense_length=0)
+            use_sparse_attention(low, settings, dense_length=0, backend="eager")
+    else:
+        net = copy.deepcopy(net)
+        for copied, backend in ((net, "auto"), (low, "eager")):
+            for layer in copied.modules():
+                if isinstance(layer, SparseAttention):
+                    layer.backend, layer.dense_length = backend, 0
+    exact = copy.deepcopy(low).float()
+    wide = x if x.dtype == torch.int64 else x.float()
+    right, got, eager = (outputs(subject, n, t) for n, t in ((exact, wide), (net, x), (low, x)))
+    right.pop(ZERO, None)
+    shares = [oracle.share_of_budget(n, got[n], t.double(), eager[n]) for n, t in right.items()]
+    return round(max(shares), 3)
+
+
+# times
+
+
+def calls_of(subject: str, net: Any, x: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Both passes and a forward, in the order of `passes_of`."""
+    if is_layer(subject):
+        x, d_out = x.requires_grad_(), torch.ones_like(x)
+
+    def both() -> None:
+        if is_layer(subject):
+            net(x).backward(d_out)
+            x.grad = None
+        elif subject == "llama":
+            net(x, labels=x).loss.backward()
+        else:
+            net(x, return_loss=True).backward()
+        net.zero_grad(set_to_none=True)
+
+    def forward() -> None:
+        with torch.no_grad():
+            net(x, **(dict(logits_to_keep=1) if subject == "llama" else {}))
+
+    return both, forward
+
+
+def measure(subject: str, form: str, mode: str, T: int, quick: bool, device: torch.device) -> Row:
+    """Medians in ms of both passes and of a forward, and the peak memory of both passes."""
+    net: Any = make(subject, form, T, quick).to(device, torch.bfloat16)
+    # the loss of a Transformer predicts all tokens but the first
+    x = draw(subject, net, T + (subject == "transformer"), device)
+    if mode == "compiled":
+        net = torch.compile(net)
+    elif mode == "graph":
+        net = torch.cuda.make_graphed_callables(net, (x.requires_grad_(),))
+    row: Row = {}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for name, call in zip(passes_of(subject), calls_of(subject, net, x), strict=True):
+        times = []
+        for _ in range(8):
+            began = common.synchronize(device)
+            call()
+            returned, ended = time.perf_counter(), common.synchronize(device)
+            times.append(((ended - began) * 1e3, (returned - began) * 1e3))
+        wall, host = (statistics.median(kind[3:]) for kind in zip(*times, strict=True))
+        row |= {name: round(wall, 3), f"{name}, host": round(host, 3)}
+    if device.type == "cuda":
+        row["peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
+    return row
+
+
+# tables and the chart
+
+
+def last_run(rows: Sequence[Row], subject: str, mode: str = "eager") -> list[Row]:
+    """Of the last run with this subject and mode."""
+    some = [row for row in rows if (row["subject"], row["mode"]) == (subject, mode)]
+    return [row for row in some if row["run"] == some[-1]["run"]]
+
+
+def table_of(rows: Sequence[Row], subject: str, mode: str = "eager") -> str:
+    """Milliseconds; brackets: times as fast as dense attention."""
+    run = last_run(rows, subject, mode)
+    dense = {row["T"]: row for row in run if row["form"] == "dense"}
+    cells = [row | {"what": name} for name in passes_of(subject) for row in run]
+
+    def cell(passes: dict[str, Row]) -> str:
+        (row,) = passes.values()
+        ms, base = row[row["what"]], dense.get(row["T"], {}).get(row["what"])
+        ratio = f" ({base / ms:.2f})" if base and row["form"] != "dense" else ""
+        return common.number(ms) + ratio
+
+    return common.grid(
+        cells, "ms (times as fast as dense)", lambda row: f"{row['what']}, {row['form']}",
+        lambda row: row["T"], cell,
+    ) if run else NO_ROWS  # fmt: skip
+
+
+TABLES = {PAGE: {"clock": functools.partial(table_of, subject=CHARTED)}}
+
+
+def plot(rows: Sequence[Row]) -> None:
+    """ms against length, a panel for each pass, a line for each form."""
+    panels: dict[str, dict[str, dict[float, float]]] = {n: {} for n in passes_of(CHARTED)}
+    for row in last_run(rows, CHARTED):
+        for name in panels:
+            if name in row and row["form"] != "short windows":
+                panels[name].setdefault(row["form"], {})[row["T"]] = row[name]
+    common.chart(panels, PLOT, "tokens of the sequence", "ms")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    add("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
+    add("--forms", nargs="+", choices=FORMS, default=[*FORMS])
+    add("--modes", nargs="+", choices=MODES, default=["eager"], help="graphs are of layers")
+
+
+def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
+    device, known = args.device, {"run": time.strftime("%Y%m%dT%H%M%S")}
+    lengths, checked = ([128], 128) if args.quick else (args.lengths, CHECKED)
+    for subject in args.subjects:
+        for form in [form for form in forms_of(subject) if form in args.forms]:
+            net: Any = make(subject, form, checked, args.quick).to(device, torch.bfloat16)
+            head = {"subject": subject, "form": form}
+            try:
+                share = check(subject, net, draw(subject, net, checked, device))
+            except WrongResult as error:
+                recorder.add({**head, **known, "failed": f"wrong: {error}"})
+                continue
+            finally:
+                del net
+                common.release()
+            for mode in [mode for mode in args.modes if mode != "graph" or is_layer(subject)]:
+                for T in lengths:
+                    call = functools.partial(measure, subject, form, mode, T, args.quick, device)
+                    row = common.attempt(call, device)
+                    more = {"mode": mode, "T": T, "error_share": share}
+                    recorder.add({**head, **more, **row, **known})
+                    common.release()
+
+
+FIELDS = ("subject", "form", "mode", "T")
+BENCHMARK = common.Benchmark("clock", __doc__, options, run, FIELDS, TABLES, plot)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    main()
