@@ -1,5 +1,6 @@
 """The oracle: what a backend's error may be, against that of eager PyTorch in the same dtype."""
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
@@ -81,13 +82,15 @@ def largest_norm(tensors):
 
 
 def assert_right(
-    op, tensors, dtype, backend="triton", specification=None, gradients=True, **kwargs
+    op, tensors, dtype, backend="triton", specification=None, gradients=True, reduced=1, **kwargs
 ):
     """Within twice the error of eager PyTorch in the same dtype, both against fp64 of the
     specification (by default the operation itself in eager PyTorch), and one ulp of the largest
     value. What is a difference of larger terms (a gradient, a dot product) may also err by one
     float32 ulp of the terms: a row with one key has a gradient of exactly 0. Those of queries and
-    keys are such differences times keys and queries, those of a block's gate times logits."""
+    keys are such differences times keys and queries, those of a block's gate times logits. Where
+    partial results of so many keys are `reduced`, the ulp of their log-sum-exps, of log(keys) at
+    least, is one of their weights."""
     q, specification = tensors["q"], specification or op
     values, keys = (
         [tensors[name] for name in names if tensors.get(name) is not None]
@@ -118,7 +121,8 @@ def assert_right(
             continue
         lowp = (low[name].double().masked_fill(empty, 0) - right).abs().max()
         # differences are formed in float32 whatever the dtype, so their rounding is float32's
-        rounding = {"out": 0.0, "lse": logits}.get(name, terms * factors.get(name, 1.0))
+        weighted = math.log(reduced) * right.abs().max()
+        rounding = {"out": weighted, "lse": logits}.get(name, terms * factors.get(name, 1.0))
         rounding = rounding * torch.finfo(torch.float32).eps
         precision = torch.float32 if name == "lse" else dtype
         ulp = torch.finfo(precision).eps * right.abs().max() + rounding
