@@ -486,8 +486,6 @@ class SparseAttention(Started):
             for name in () if "compressed" in config.branches else ("ck", "cq"):
                 inputs.pop(name, None)
         if cache is not None and tokens.decoded:
-            if is_indexed and "cq" in inputs:  # the kernels have a query for each head
-                inputs["cq"] = inputs["cq"].repeat_interleave(config.heads // config.kv_heads, 2)
             # the kernels read lengths on the device: a CUDA graph can replay at any of them
             step = Call(
                 **inputs, lengths=start, counts=tokens.counts, page_table=cache.page_table,
@@ -550,13 +548,12 @@ class SparseAttention(Started):
         config = self.config
         if cache.batch is None or call.q.shape[1] > cache.rollback or self._dense:
             return False
-        if self.to_index is not None and config.index_dim != config.dim_head:
-            return False
         # in a compiled graph the device alone knows the lengths
         held = [cache.least_length] if torch.compiler.is_compiling() else cache.lengths
         if any(length < config.dense_length for length in held):
             return False
-        return not triton_backend.why_not("decode_attention", call, config.for_steps)
+        index_dim = config.dim_head if self.to_index is None else config.index_dim
+        return not triton_backend.why_not("decode_attention", call, config.for_steps, index_dim)
 
     def tie_unread(self, out: Tensor, call: Call) -> Tensor:
         """The output, tied to compressed keys or queries that this call may not read, as for a

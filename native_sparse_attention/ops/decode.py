@@ -18,7 +18,7 @@ from ..compat import refuse_transforms
 from ..config import AttentionConfig, config_of_key
 from . import branches, dispatch
 from .call import FIELDS, Call
-from .functional import AXES, check_read, check_tensors, expand_heads
+from .functional import axes_of, check_read, check_tensors, expand_heads
 from .triton.operator import operator
 
 # counters per sequence and KV head
@@ -95,7 +95,8 @@ def decode_attention(
         counters: `workspace(B, K, device)`: int32 zeros before and after the call. Concurrent steps
             need one each. None: the call allocates it, with one more launch.
 
-        cq: queries that rank blocks, in the shape of q.
+        cq: queries that rank blocks, in the shape of q. Without the compressed branch cq and ck may
+            have another width, and cq one query for each KV head, as in `native_sparse_attention`.
 
     The remaining arguments are those of `native_sparse_attention`.
 
@@ -148,7 +149,7 @@ def new_indices(call: Call, config: AttentionConfig) -> Tensor:
 
 
 def check_step(call: Call, config: AttentionConfig) -> Call:
-    axes = {name: spec.replace("S", "N") for name, spec in AXES.items()}
+    axes = {name: spec.replace("S", "N") for name, spec in axes_of(call, config).items()}
     if call.page_table is not None:
         stored = ("k", "v", "window_k", "window_v", "ck", "cv")
         axes |= {name: axes[name].replace("B", "pages") for name in stored}

@@ -107,6 +107,15 @@ def check_masks(window: Any, fine: Any) -> None:
     check_callable("fine_selection_flex_mask", fine, signature)
 
 
+def axes_of(call: Call, config: AttentionConfig) -> dict[str, str]:
+    """The axes of a call's tensors. What only ranks, cq and ck without the compressed branch, may
+    have a width of its own, and a query for each KV head that shares rankings."""
+    if call.cq is None or "compressed" in config.branches:
+        return AXES
+    axis = "R" if config.query_heads_share_selected_kv else "H"
+    return AXES | dict(cq=f"B T {axis} I", ck="B W K I")
+
+
 def check_tensors(
     call: Call, config: AttentionConfig, axes: dict[str, str], is_layer: bool = True
 ) -> dict[str, int]:
@@ -135,15 +144,11 @@ def check_tensors(
 def checked(call: Call, config: AttentionConfig, is_layer: bool = True) -> Call:
     """Check the call of a layer, or of an operation of one branch. Its offset becomes a number, or
     a tensor with one offset per sequence."""
-    device, causal, axes = call.q.device, config.causal, AXES
+    device, causal = call.q.device, config.causal
     if is_layer:
         check_read(call, config)
         check_masks(call.sliding_window_flex_mask, call.fine_selection_flex_mask)
-    # what only ranks may have a width of its own, and a query for each KV head that shares rankings
-    if call.cq is not None and "compressed" not in config.branches:
-        axis = "R" if config.query_heads_share_selected_kv else "H"
-        axes = AXES | dict(cq=f"B T {axis} I", ck="B W K I")
-    dims = check_tensors(call, config, axes, is_layer)
+    dims = check_tensors(call, config, axes_of(call, config), is_layer)
     S: Any = dims.get("S")
     if S is not None and call.ck is not None:
         check_windows(dims["W"], S, config.d, causal=causal)

@@ -121,9 +121,9 @@ def selected(dtype, heads=(4, 2, 64, 64), T=200, sizes=(16, 128), num_local=0, g
         )  # fmt: skip
 
 
-def step(dtype, heads, T=1, page=0, B=16, counted=False, one_softmax=False, **settings):
+def step(dtype, heads, T=1, page=0, B=16, counted=False, one_softmax=False, I=0, **settings):
     """A decode step over a contiguous or paged cache; by `read_all` where it supports the call, and
-    by the persistent kernel."""
+    by the persistent kernel. With `I` by index queries of that width, one for each KV head."""
     (H, K, D, E), N = heads, 1024
     config = AttentionConfig(**{
         "compress_block_size": 32, "selection_block_size": 64, "num_selected_blocks": 13,
@@ -132,7 +132,7 @@ def step(dtype, heads, T=1, page=0, B=16, counted=False, one_softmax=False, **se
     })  # fmt: skip
     pages, n = (B * N // page, page) if page else (B, N)
     shapes = [(B, T, H, D), (pages, n, K, D), (pages, n, K, E)]
-    shapes += [(pages, n // config.d, K, D), (pages, n // config.d, K, E)]
+    shapes += [(pages, n // config.d, K, I or D), (pages, n // config.d, K, E)]
     tensors = [torch.randn(shape).to(dtype) for shape in shapes]
     gates = None if one_softmax else torch.randn(B, T, H, 3).to(dtype)
     ring = torch.zeros(B, K, 20, config.num_selected_blocks, dtype=torch.int32)
@@ -140,8 +140,9 @@ def step(dtype, heads, T=1, page=0, B=16, counted=False, one_softmax=False, **se
     lengths = torch.zeros(B, dtype=torch.int64 if counted else torch.int32)
     table = torch.zeros(B, N // page, dtype=torch.int32) if page else None
     q, k, v, ck, cv = tensors
+    cq = torch.randn(B, T, K, I).to(dtype) if I else None
     call = Call(
-        q, k, v, ck, cv, gates, lengths=lengths, counts=lengths if counted else None,
+        q, k, v, ck, cv, gates, cq, lengths=lengths, counts=lengths if counted else None,
         page_table=table, counters=counters, ranking=ring,
     )  # fmt: skip
     blocks = read_all.MAX_BLOCKS
@@ -207,6 +208,9 @@ def decode(capability):
     step(BF16, many, B=8, page=256, importance="probs", counted=True)
     sizes = dict(one_softmax=True, num_selected_blocks=8, num_local_blocks=8)
     step(BF16, many, **sizes)
+    for width in (16, 64, 256):
+        step(BF16, many, page=256, I=width, T=width // 16, **sizes)
+    step(FP32, many, I=32, **sizes, **TOKENS)
     for dtype in (BF16, FP32):
         step(dtype, many, page=256, **sizes, **TOKENS)
     for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):

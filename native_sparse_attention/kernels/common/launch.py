@@ -347,14 +347,16 @@ def shared_memory() -> int:
     return architecture().shared_memory
 
 
-def decode_bytes(group: int, width: int, size: int, T: int, s: int) -> int:
+def decode_bytes(group: int, width: int, size: int, T: int, s: int, index_dim: int = 0) -> int:
     """Bytes of shared memory to decode T new tokens: queries of several tokens (64 rows unless a
     token has more heads) and a tile of 32 windows, or queries of one token and the keys and values
-    of a block of `s` tokens."""
+    of a block of `s` tokens. Keys of windows that only rank are `index_dim` wide, and a tile has
+    all windows of a block."""
     heads = max(16, next_power_of_2(group))
     rows = max(heads, min(64, next_power_of_2(T) * next_power_of_2(group)))
     keys = max({2: 64, 4: 32}[size], next_power_of_2(s))
-    return max(rows + 2 * 32, heads + 2 * keys) * padded(width) * size
+    ranking = (rows + keys) * padded(index_dim)
+    return max((rows + 2 * 32) * padded(width), (heads + 2 * keys) * padded(width), ranking) * size
 
 
 def backward_bytes(group: int, width: int) -> int:

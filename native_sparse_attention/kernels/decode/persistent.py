@@ -87,16 +87,17 @@ def store_scores(call, row, x, n0, n, num_windows, valid, BLOCK_WINDOWS: tl.cons
 def compressed_split(call, split, tile, b, h, F: tl.constexpr):
     """Attention of the compressed branch over one split of the windows, for one sequence, KV head
     and tile of BLOCK_M (token, query head) rows; split 0 also reads the memory. Writes the partial
-    result (not with ONE_SOFTMAX) and, by SCORE_MODE, the scores of the windows."""
+    result (not with ONE_SOFTMAX) and, by SCORE_MODE, the scores of the windows. Queries and keys
+    are I wide; a KV head has CMP_G queries, 1 where one ranks for its head group."""
     length = tl.load(call.cache.lengths + b).to(tl.int32)
     TOKENS: tl.constexpr = F.BLOCK_M // F.PADDED_G
     ATTEND: tl.constexpr = not F.ONE_SOFTMAX
     row = tl.arange(0, F.BLOCK_M)
     t, g = tile * TOKENS + row // F.PADDED_G, row % F.PADDED_G
-    valid = (t < call.T) & (g < F.G)
+    valid = (t < call.T) & (g < F.CMP_G)
     window_end = (length + t) // F.d
-    q_offsets = b * call.cq.b + t.to(tl.int64) * call.cq.n + (h * F.G + g) * call.cq.h
-    q_tile = load_rows(call.cq.ptr, q_offsets, F.D, F.BLOCK_D, valid)
+    q_offsets = b * call.cq.b + t.to(tl.int64) * call.cq.n + (h * F.CMP_G + g) * call.cq.h
+    q_tile = load_rows(call.cq.ptr, q_offsets, F.I, F.BLOCK_I, valid)
 
     m = tl.full([F.BLOCK_M], topn.NO_SCORE, tl.float32)
     l = tl.full([F.BLOCK_M], 0.0, tl.float32)
@@ -106,7 +107,7 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
             n = n0 + tl.arange(0, F.BLOCK_N)
             k_offsets = h * call.mem_k.h + n.to(tl.int64) * call.mem_k.n
             v_offsets = h * call.mem_v.h + n.to(tl.int64) * call.mem_v.n
-            k_tile = load_rows(call.mem_k.ptr, k_offsets, F.D, F.BLOCK_D, n < call.MEMORY)
+            k_tile = load_rows(call.mem_k.ptr, k_offsets, F.I, F.BLOCK_I, n < call.MEMORY)
             v_tile = load_rows(call.mem_v.ptr, v_offsets, F.E, F.BLOCK_E, n < call.MEMORY)
             x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * call.scale_log2
             if F.CAP:
@@ -124,7 +125,7 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
         clamped = tl.minimum(n, num_windows - 1)
         k_ptr = call.ck.ptr + h * call.ck.h
         k_offsets = cache_offsets(clamped, b, call.ck.b, call.ck.n, call.cache, F.WINDOWS_PER_PAGE)
-        k_tile = load_rows(k_ptr, k_offsets, F.D, F.BLOCK_D, n < num_windows)
+        k_tile = load_rows(k_ptr, k_offsets, F.I, F.BLOCK_I, n < num_windows)
         if ATTEND:
             v_ptr = call.cv.ptr + h * call.cv.h
             v_offsets = cache_offsets(
@@ -520,7 +521,7 @@ RANK_SPLIT_BLOCKS, RANK_COMPARED, RANK_SPLIT_CHUNKS = (16, 32), 256, 4
 # `rank_blocks`: blocks of a chunk, each in a sorted column of this depth; blocks where columns are
 # merged anew; and the most chunks that are loaded together
 RANK_N, RANK_DEPTH, RANK_MERGE_N, RANK_CHUNKS = 128, 4, 64, 8
-# by head dimension: windows of a tile and their stages, keys of blocks of a tile and their stages
+# by width: windows of a tile and their stages, keys of blocks of a tile and their stages
 TILES = {128: (64, 3, 64, 2), 256: (32, 2, 64, 1)}
 TILES_FLOAT32 = 32, 1, 32, 1
 # rows (token, query head) of a window tile, unless a token has more heads
@@ -565,13 +566,13 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
     # the window covers the local blocks, and both branches have the same keys
     fuse_local = not shape.has_window and 0 < local * s <= w + 1
 
-    tile = launch.row(TILES, max(shape.D, E))
+    window_tile, key_tile = (launch.row(TILES, max(width, E)) for width in (shape.I, shape.D))
     if shape.dtype == torch.float32:
-        tile = TILES_FLOAT32
-    block_n, stages, block_keys, block_stages = tile
+        window_tile = key_tile = TILES_FLOAT32
+    (block_n, stages), (block_keys, block_stages) = window_tile[:2], key_tile[2:]
     # a tile holds whole blocks
     block_n, block_keys = max(block_n, per_block), max(block_keys, block_s)
-    heads = next_power_of_2(H // K)
+    heads = next_power_of_2(shape.cmp_heads // K)
     block_m = max(16, heads, min(WINDOW_ROWS, next_power_of_2(T) * heads))
     # blocks of the selected branch, without the local ones if the window covers them
     selected = n + config.num_initial_blocks + (0 if fuse_local else local)
@@ -622,7 +623,8 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
         SCORE_COLUMNS=cdiv(W, per_block) if per_block else W,
     )  # fmt: skip
     constants = step.constants(
-        **settings, PADDED_G=heads, BLOCK_M=block_m, BLOCK_N=block_n,
+        **settings, I=shape.I, BLOCK_I=launch.padded(shape.I), CMP_G=shape.cmp_heads // K,
+        PADDED_G=heads, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_G=launch.padded(H // ranks), BLOCK_W=BLOCK_W, BLOCK_KEYS=block_keys, STAGES=stages,
         BLOCK_STAGES=block_stages if block_keys <= 64 else 1,
         PADDED_CMP_SPLITS=next_power_of_2(cmp) if probs else 1, PADDED_SPLITS=splits,

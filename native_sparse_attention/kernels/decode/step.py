@@ -219,12 +219,12 @@ def reduce_partials(
 
 # what a plan depends on besides the settings. `tokens` and `windows` are what the storage of one
 # sequence holds; page size 0 without a page table. With `is_wide`, offsets within a sequence need
-# 64 bits. `given` is the shape of block indices of the caller, and `is_asked` whether a step writes
-# its own
+# 64 bits. The queries of windows have `cmp_heads` heads, I wide. `given` is the shape of block
+# indices of the caller, and `is_asked` whether a step writes its own
 Shape = namedtuple(
     "Shape",
     "B T H K D E tokens windows memory page_size tail_size dtype has_counts has_sinks has_window "
-    "one_softmax is_wide given is_asked",
+    "one_softmax is_wide cmp_heads I given is_asked",
 )
 
 
@@ -244,6 +244,7 @@ class Plan(NamedTuple):
 def shape_of(call: Call) -> Shape:
     B, T, H, D = call.q.shape
     pages = 1 if call.page_table is None else call.page_table.shape[1]
+    cmp_heads, I = (call.q if call.cq is None else call.cq).shape[2:]
     streams = [t for t in (call.k, call.v, call.ck, call.cv) if t is not None]
     return Shape(
         B, T, H, call.k.shape[2], D, call.v.shape[3],
@@ -254,7 +255,7 @@ def shape_of(call: Call) -> Shape:
         call.counts is not None, call.sinks is not None, call.window_k is not None,
         call.branch_gates is None,
         any(t.shape[1] * pages * t.stride(1) >= 1 << 31 for t in streams),
-        None if call.block_indices is None else tuple(call.block_indices.shape),
+        cmp_heads, I, None if call.block_indices is None else tuple(call.block_indices.shape),
         call.new_indices is not None,
     )  # fmt: skip
 

@@ -34,7 +34,7 @@ MAX_SELECTED = 64
 MAX_NEW = 16
 
 
-def too_large(op: str, q: Tensor, group: int, width: int, s: int) -> list[str]:
+def too_large(op: str, q: Tensor, group: int, width: int, s: int, index_dim: int) -> list[str]:
     """Reason why even the smallest tile of a call exceeds the GPU's shared memory; else empty."""
     decoding = op == "decode_attention"
     if q.dtype != torch.float32 and not decoding:
@@ -43,7 +43,8 @@ def too_large(op: str, q: Tensor, group: int, width: int, s: int) -> list[str]:
 
     size, most = q.element_size(), launch.shared_memory()
     if decoding:
-        needed = launch.decode_bytes(group, width, size, q.shape[1], s)
+        needed = launch.decode_bytes(group, width, size, q.shape[1], s, index_dim)
+        width = max(width, index_dim)
     else:
         needed = launch.backward_bytes(group, width)
     if needed <= most:
@@ -52,8 +53,11 @@ def too_large(op: str, q: Tensor, group: int, width: int, s: int) -> list[str]:
     return [f"a tile of {tile} takes {needed} bytes, this GPU holds {most}"]
 
 
-def why_not(op: str, call: Call, config: AttentionConfig) -> list[str]:
-    """Reasons why the kernels cannot run this call; empty if they can."""
+def why_not(
+    op: str, call: Call, config: AttentionConfig, index_dim: int | None = None
+) -> list[str]:
+    """Reasons why the kernels cannot run this call; empty if they can. `index_dim` is the width of
+    the queries that rank, where a decode step has none yet."""
     q, k, v = call.q, call.k, call.v
     if k is None:  # a ranking
         k = call.ck
@@ -70,10 +74,13 @@ def why_not(op: str, call: Call, config: AttentionConfig) -> list[str]:
     n, s, indices = config.num_selected_blocks, config.selection_block_size, call.block_indices
     n = n if indices is None else indices.shape[-1]
     width = max(t.shape[-1] for t in (q, v) if t is not None)
+    index_dim = index_dim or (q if call.cq is None else call.cq).shape[-1]
     if width > MAX_WIDTH:
         reasons.append(f"heads are {width} wide, at most {MAX_WIDTH}")
+    elif op == "decode_attention" and index_dim > MAX_WIDTH:
+        reasons.append(f"queries that rank are {index_dim} wide, at most {MAX_WIDTH}")
     elif q.is_cuda and not reasons:
-        reasons += too_large(op, q, group, width, s)
+        reasons += too_large(op, q, group, width, s, index_dim)
     if n > MAX_SELECTED:
         reasons.append(f"a query has {n} selected blocks, at most {MAX_SELECTED}")
     if s > MAX_BLOCK:

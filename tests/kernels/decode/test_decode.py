@@ -24,18 +24,19 @@ SIZES = dict(
 
 def problem(
     dtype, T=2, heads=(2, 1, 16, 16), N=64, lengths=(37, 5), memory=2, window=False, page=None,
-    sinks=False, integers=torch.int32, **changed,
+    sinks=False, index=None, integers=torch.int32, **changed,
 ):  # fmt: skip
-    """Tensors of `decode_attention`, and its other arguments."""
+    """Tensors of `decode_attention`, and its other arguments; `index` is heads and width of cq."""
     settings = {**SIZES, **changed}
     B, (H, K, D, E), d = len(lengths), heads, settings["compress_block_sliding_stride"]
+    ranks, width = index or (H, D)
 
     def draw(*shape):
         return torch.randn(shape, device=DEVICE).to(dtype)
 
     tensors = {
         "k": draw(B, N, K, D), "v": draw(B, N, K, E),
-        "ck": draw(B, N // d, K, D), "cv": draw(B, N // d, K, E),
+        "ck": draw(B, N // d, K, width), "cv": draw(B, N // d, K, E),
     }  # fmt: skip
     if window:
         tensors |= {"window_k": draw(B, N, K, D), "window_v": draw(B, N, K, E)}
@@ -44,7 +45,7 @@ def problem(
         tensors = {n: paged(t, page // (d if n in ("ck", "cv") else 1)) for n, t in tensors.items()}
         order = torch.arange(B * (N // page), dtype=torch.int32, device=DEVICE)
         settings["page_table"] = order.flip(0).view(B, -1)
-    tensors |= {"q": draw(B, T, H, D), "cq": draw(B, T, H, D)}
+    tensors |= {"q": draw(B, T, H, D), "cq": draw(B, T, ranks, width)}
     branches = len(settings.get("branches", "csw"))
     tensors["branch_gates"] = torch.rand(B, T, H, 3, device=DEVICE).to(dtype)
     if memory:
@@ -143,6 +144,15 @@ CASES = {
     ),
     "one softmax, rankings of groups": dict(
         ONE, **TOKENS, selection_stride=4, T=7, counts=(7, 3), integers=torch.int64
+    ),
+    "narrow index, pages": dict(
+        ONE, **TOKENS, index=(2, 6), heads=(6, 2, 24, 16), page=8, T=3, counts=(3, 1)
+    ),
+    "wide index, rankings of groups": dict(
+        ONE, index=(1, 40), heads=(3, 1, 16, 16), selection_stride=4, T=7, sinks=True
+    ),
+    "index of each head": dict(
+        ONE, index=(2, 40), query_heads_share_selected_kv=False, interpolated_importance_score=True
     ),
     "one softmax, no local block": dict(ONE, num_local_blocks=0, scale=-0.4),
     "one softmax, nothing to select": dict(ONE, num_selected_blocks=0, num_local_blocks=2),
@@ -246,12 +256,14 @@ def caches(module, b, length):
     return KVCache(length, b), PagedKVCache(page, b * pages, b, length)
 
 
+WINDOWS = SETTINGS["learned ranking of windows"]
+SETTINGS = SETTINGS | {"narrow index": dict(WINDOWS, branches=("selected",), index_heads=1)}
 STEPPED = [
     ("shared rankings, probs", "rows"), ("independent", "pages"), ("one softmax", "pages"),
     ("one softmax, tokens", "rows"), ("one softmax, shared rankings", "pages"),
-    ("biases and norms", "rows"),
+    ("biases and norms", "rows"), ("learned ranking", "rows"), ("narrow index", "pages"),
 ]  # fmt: skip
-# run by the operations of each branch; the index of "learned ranking of windows" has another width
+# run by the operations of each branch
 NO_STEPS = (
     "no window branch", "no compressed branch", "window alone", "learned ranking of windows",
 )  # fmt: skip
@@ -329,6 +341,11 @@ def test_bad_input():
     with pytest.raises(NotImplementedError, match="17 new tokens in each row, at most 16"):
         many = {n: tensors[n].repeat(1, 9, 1, 1)[:, :17] for n in ("q", "cq", "branch_gates")}
         decode_attention(**{**tensors, **many, **settings}, backend="triton")
+    wide, index = problem(torch.float32, index=(1, 257), **ONE)
+    with pytest.raises(NotImplementedError, match="queries that rank are 257 wide, at most 256"):
+        decode_attention(**wide, **index, backend="triton")
+    with pytest.raises(ValueError, match="cq must have K=1 or H=2 heads, got 3"):
+        decode_attention(**wide | dict(cq=wide["cq"].expand(-1, -1, 3, -1)), **index)
     with pytest.raises(NotImplementedError, match="its kernels have no gradients"):
         decode_attention(**{**tensors, "q": q.requires_grad_()}, **settings, backend="triton")
 

@@ -32,6 +32,14 @@ def test_heads_and_dtypes(dtype, heads, T, importance):
     assert_right(dtype, T=T, heads=heads, importance=importance, page=256, sinks=True, **WIDE)
 
 
+@pytest.mark.parametrize("T", [1, 4, 16])
+@pytest.mark.parametrize("dtype, heads", [HEADS[0], HEADS[5]], ids=str)
+@pytest.mark.parametrize("index_dim", [16, 32, 64, 256])
+def test_index_widths(dtype, heads, T, index_dim):
+    call = dict(T=T, heads=heads, index=(heads[1], index_dim), memory=0, branches=("selected",))
+    assert_right(dtype, **call, page=256, **WIDE)
+
+
 @pytest.mark.parametrize("N, T", [(2048, 4), (4096, 1), (8192, 1), (16384, 1), (32768, 1)])
 @pytest.mark.parametrize("dtype, heads", [HEADS[0], HEADS[1], HEADS[5]], ids=str)
 def test_heads_and_dtypes_of_short_rows(dtype, heads, N, T):
