@@ -166,8 +166,14 @@ class Block(Module):
     def __iter__(self) -> Iterator[Module]:
         return iter(self._modules.values())  # type: ignore[arg-type]
 
+    def __len__(self) -> int:
+        return len(self._modules)
+
     def __getitem__(self, index: int) -> Module:
         return [*self][index]
+
+    def __setitem__(self, index: int, module: Module) -> None:
+        self.add_module([*self._modules][index], module)
 
     def forward(self, x: Tensor, **call: Any) -> Any:
         attention, feed_forward = self

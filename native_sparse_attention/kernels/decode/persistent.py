@@ -118,6 +118,9 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
     # windows past it may be unwritten
     count = tl.load(call.cache.counts + b).to(tl.int32) if F.HAS_COUNTS else call.T
     num_windows = tl.minimum((length + count - 1) // F.d, call.W)
+    if F.ONE_SOFTMAX and F.STRIDE > 1:  # scores are read where a token leads its group
+        leader = (length + count - 1) // F.STRIDE * F.STRIDE
+        num_windows = tl.where(leader >= length, num_windows, 0)
     split_size = tl.cdiv(tl.cdiv(num_windows, F.BLOCK_N), call.CMP_SPLITS) * F.BLOCK_N
     end = tl.minimum((split + 1) * split_size, num_windows)
     for n0 in tl.range(split * split_size, end, F.BLOCK_N, num_stages=F.STAGES):

@@ -142,6 +142,7 @@ CASES = {
     "one softmax, own rankings": dict(
         ONE, **TOKENS, query_heads_share_selected_kv=False, heads=(4, 2, 16, 16), lengths=(0, 3)
     ),
+    "one softmax, no leader": dict(ONE, **TOKENS, selection_stride=8, lengths=(33, 3), page=16),
     "one softmax, rankings of groups": dict(
         ONE, **TOKENS, selection_stride=4, T=7, counts=(7, 3), integers=torch.int64
     ),
