@@ -164,10 +164,13 @@ class SparseAttention(Started):
         self.to_index = None
         if config.is_indexed and config.ranks:
             rotated = 0 if rotary is None or not config.rank_rotated else 2 * len(rotary.freqs)
-            if config.index_dim < rotated:
+            # a narrower index rotates by the frequencies of heads of its width
+            self.index_every = max(1, rotated // config.index_dim)
+            is_part = config.index_dim % 2 == 0 and rotated % config.index_dim == 0
+            if config.index_dim < rotated and not is_part:
                 raise ValueError(
                     f"index_dim must be at least {rotated}, the features that the rotary embedding "
-                    f"turns, got {config.index_dim}"
+                    f"turns, or an even part of it, got {config.index_dim}"
                 )
             width = (kv_heads + config.index_heads) * config.index_dim
             self.to_index = nn.Linear(dim, width, bias=False)
@@ -431,7 +434,8 @@ class SparseAttention(Started):
             index = self.to_index(x.detach()).unflatten(-1, (-1, config.index_dim)).transpose(1, 2)
             pair = [index[:, : config.kv_heads], index[:, config.kv_heads :]]
             if config.rank_rotated:
-                pair = rotate(self.rotary_emb, pair, start, positions, backend)
+                every = self.index_every
+                pair = rotate(self.rotary_emb, pair, start, positions, backend, every)
             tensors["cq"], index_k = pair
             if l == d == 1:
                 tensors["ck"] = index_k

@@ -293,7 +293,7 @@ class NSAConfig(AttentionConfig):
         dense_length: queries at positions below it attend to all keys, with `("selected",)`; not
             causal: sequences of at most this length.
         index_dim: width of index queries, one for each KV head, and of index keys; `dim_head` by
-            default.
+            default. With `rank_rotated` an even part of what is rotated, or at least that.
         index_heads: heads of index keys: 1, or `kv_heads`.
         index_pool: "max" or "mean", of a block's windows of index keys.
         rank_rotated: rank by keys and queries with rotary embedding (not with "compressed").

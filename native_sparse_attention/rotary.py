@@ -167,15 +167,17 @@ def supports_kernels(rotary: RotaryEmbedding | Rotary, backend: str) -> bool:
 
 def rotate(
     rotary: RotaryEmbedding | Rotary | None, tensors: list[Tensor], start: int | Tensor = 0,
-    positions: Tensor | None = None, backend: str = "eager",
+    positions: Tensor | None = None, backend: str = "eager", every: int = 1,
 ) -> list[Tensor]:  # fmt: skip
     """Rotate queries and then keys [b h n d] to positions `start + 0 .. n - 1` (start: an int, or
-    [b]), or to `positions` [b n], unless there is no embedding. A kernel rotates a pair in one
-    launch, unless frequencies are learned."""
+    [b]), or to `positions` [b n], unless there is no embedding: by `every`-th frequency, which are
+    those of narrower heads. A kernel rotates a pair in one launch, unless frequencies are
+    learned."""
     if rotary is None:
         return tensors
     like = tensors[0]
     freqs = exact_frequencies(rotary, like.device)
+    freqs = freqs if every == 1 else freqs[::every].contiguous()
     if supports_kernels(rotary, backend):
         return run_kernel(tensors, freqs, start, positions, float(rotary.interpolate_factor))
     if positions is None:
