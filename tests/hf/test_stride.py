@@ -28,7 +28,7 @@ def pieces(model, batch, cache, *bounds):
 
 
 @pytest.mark.parametrize("left", [True, False])
-@pytest.mark.parametrize("form", [*FORMS, "kernels"])
+@pytest.mark.parametrize("form", [*FORMS, pytest.param("kernels", marks=pytest.mark.kernels)])
 def test_pieces_are_one_forward(form, left, monkeypatch):
     """With a crop of as many tokens as may be, rows that move, a copy and gradients."""
     monkeypatch.setattr(hf.cache, "RANKED_TOKENS", 11)

@@ -120,7 +120,7 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
     num_windows = tl.minimum((length + count - 1) // F.d, call.W)
     if F.ONE_SOFTMAX and F.STRIDE > 1:  # scores are read where a token leads its group
         leader = (length + count - 1) // F.STRIDE * F.STRIDE
-        num_windows = tl.where(leader >= length, num_windows, 0)
+        num_windows *= (leader >= length).to(tl.int32)
     split_size = tl.cdiv(tl.cdiv(num_windows, F.BLOCK_N), call.CMP_SPLITS) * F.BLOCK_N
     end = tl.minimum((split + 1) * split_size, num_windows)
     for n0 in tl.range(split * split_size, end, F.BLOCK_N, num_stages=F.STAGES):
