@@ -79,13 +79,14 @@ def run_call(rng: random.Random) -> str:
                 _, block_indices = call("triton", return_block_indices=True)
             specification = calls.under_selection(call, block_indices)
         op = functools.partial(call.op, **call.settings)
-        budget.assert_right(op, call.tensors, dtype, "triton", specification)
-        return f"{kind} {dtype} {settings}"
+        args = op, call.tensors, dtype, "triton", specification
+        check = lambda *args, **_: budget.assert_right(*args)  # noqa: E731
+    what = f"{kind} {dtype} {settings}"
     try:
         check(*args, **settings)
     except Exception as error:
-        raise type(error)(f"{error} <- {settings}") from error
-    return f"{kind} {dtype} {settings}"
+        raise type(error)(f"{error} <- {what}") from error
+    return what
 
 
 def main() -> int:
