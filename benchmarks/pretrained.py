@@ -85,6 +85,7 @@ class Rule:
     l: int = 0
     d: int = 0
     per_head: bool = False
+    stride: int = 1  # tokens that share a ranking
 
     @property
     def keys(self) -> int | None:
@@ -119,6 +120,7 @@ def grid(sizes: Sequence[int] = SIZES, tokens: tuple[int, int, int] = TOKENS) ->
         forms += [("max", l, l) for l in (4, 8) if l < s]
         rules += [Rule(name, *blocks, l, d) for name, l, d in forms]
         rules += [Rule(name, *blocks, l, d, True) for name, l, d in forms[1:3]]
+        rules += [Rule("max", *blocks, 1, 1, stride=R) for R in (4, 16) if s % R == 0]
     return tuple(rules)
 
 
@@ -173,6 +175,7 @@ def settings_of(rule: Rule) -> Row:
         num_local_blocks=rule.local,
         importance=rule.name,
         query_heads_share_selected_kv=not rule.per_head,
+        selection_stride=rule.stride,
     )
 
 
@@ -283,7 +286,7 @@ class FarMass:
         """Add the queries and keys of a layer."""
         T = q.shape[1]
         for run in range(RUNS):
-            at = T // 2 + (T - T // 2 - QUERIES) * run // (RUNS - 1)
+            at = T // 2 + (T - T // 2 - QUERIES) * run // (RUNS - 1) // 16 * 16
             some = q[:, at : at + QUERIES].contiguous()
             mass = attention_mass(some, k, at)
             for rule, sums in self.sums.items():
@@ -345,6 +348,7 @@ def title(row: Row) -> str:
     if name in RANKED:
         name += ", tokens" if l == d == 1 else f", means of {l}" + (f" every {d}" if d != l else "")
     name += ", per head" if row["per_head"] else ""
+    name += f", one ranking for {row['stride']}" if row.get("stride", 1) > 1 else ""
     return f"{name}; {row['initial']} + {row['local']} + {row['n']} of {row['s']}"
 
 
@@ -389,6 +393,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--watched", type=int, default=2, help="texts whose far mass is measured")
     add("--s", type=int, nargs="+", default=SIZES, help="block sizes")
     add("--rules", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="beside dense")
+    add("--strides", type=int, nargs="+", default=(1, 4, 16), help="of --rules")
 
 
 def add_texts(parser: argparse.ArgumentParser) -> None:
@@ -402,7 +407,8 @@ def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
         rules = grid((16,), (16, 32, 32))
         plan = Plan(rules, (256,), windows=2, needles=1, watched=1)
     else:
-        rules = tuple(rule for rule in grid(args.s) if rule.name in ("dense", *args.rules))
+        some = [rule for rule in grid(args.s) if rule.name in ("dense", *args.rules)]
+        rules = tuple(rule for rule in some if rule.stride in (1, *args.strides))
         plan = Plan(rules, tuple(args.lengths), args.windows, args.needles, args.watched)
     model = tiny(args.device) if args.quick else load(args.model, args.device)
     texts = corpora(args.data or own_texts())

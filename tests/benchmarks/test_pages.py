@@ -29,7 +29,7 @@ QUICK = [
     ("learning", ["--variants", "dense", "paper's ranking, means"], ["bits", "curve", "config"], 2),
     ("masks", [*FAST, "--masks", "natten", "--scores"], ["p50_ms", "error_share"], 4),
     pytest.param("memory", [], ["mib", "seconds"], 2, marks=pytest.mark.slow),
-    ("pretrained", [], ["loss", "above", "found", "right"], 12),
+    ("pretrained", [], ["loss", "above", "found", "right"], 14),
     ("recall", ["--variants", "dense", "published, windows of 32"], ["accuracy", "curve"], 2),
 ]
 
