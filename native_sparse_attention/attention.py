@@ -356,16 +356,16 @@ class SparseAttention(Started):
                 documents=documents, block_indices=block_indices,
                 return_block_indices=return_block_indices,
             )  # fmt: skip
-        cached = cache is not None
-        check_block_indices(inp, block_indices, return_block_indices, cached, config)
+        is_cached = cache is not None
+        check_block_indices(inp, block_indices, return_block_indices, is_cached, config)
         capacity = (cache.max_length or 0) if cache is not None else 0
         is_dense = self._dense or 0 < capacity <= config.dense_length
         if config.importance == "given" and block_indices is None and not is_dense:
             raise ValueError("block_indices must be given with importance='given', got None")
-        given = block_indices is not None and not is_dense
+        is_given = block_indices is not None and not is_dense
         bounds = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
-        check_rows(inp, cached, lengths, documents, **bounds)
-        layout, lengths = layer_layout(inp, config.alignment, cached, lengths, **bounds)
+        check_rows(inp, is_cached, lengths, documents, **bounds)
+        layout, lengths = layer_layout(inp, config.alignment, is_cached, lengths, **bounds)
         s = config.selection_block_size
         indices: Any = block_indices
         if layout is not None:
@@ -427,7 +427,7 @@ class SparseAttention(Started):
         # queries that rank blocks; `raw`, the keys and values to compress
         raw: dict[str, Tensor] = {}
         l, d, is_indexed = config.compress_block_size, config.d, self.to_index is not None
-        ranks = not (self._dense or given) or cached or ranking_queries is not None
+        ranks = not (self._dense or is_given) or is_cached or ranking_queries is not None
         ranks = ranks or return_block_indices or "compressed" in config.branches
         ranks = config.compresses and (ranks or config.use_diff_topk)
         if ranks and is_indexed:  # the gradient of the index stops here
@@ -484,7 +484,7 @@ class SparseAttention(Started):
         elif is_indexed and "ck" in inputs:  # index keys of one head rank for all
             inputs["ck"] = inputs["ck"].expand(-1, -1, config.kv_heads, -1)
         settings, steps = config.for_functions, config.for_steps
-        if given:
+        if is_given:
             settings, steps = config.for_given, config.for_given.but(dense_length=0)
             inputs["block_indices"] = indices
             for name in () if "compressed" in config.branches else ("ck", "cq"):
@@ -495,7 +495,7 @@ class SparseAttention(Started):
                 **inputs, lengths=start, counts=tokens.counts, page_table=cache.page_table,
                 counters=cache.workspace(q.device, config.kv_heads, decode.COUNTERS), ranking=ring,
             )  # fmt: skip
-            if return_block_indices and not given:
+            if return_block_indices and not is_given:
                 indices = decode.new_indices(step, steps)
                 step = step.but(new_indices=indices)
             out = decode.run_decode_kernels(steps, functional.expand_heads(step)).flatten(2)
@@ -507,7 +507,7 @@ class SparseAttention(Started):
             )  # fmt: skip
             if is_dense:
                 settings = config.dense_alone if call.ck is None else config.dense
-            if call.has_masks() or documents is not None or given:
+            if call.has_masks() or documents is not None or is_given:
                 # the layer and its cache made all other tensors
                 call = functional.checked(call, settings)
             if cache is None:

@@ -414,23 +414,26 @@ def check_rows(
         check_tensor("lengths", rows, INTEGER_DTYPES, rows.device, shape[:1])
 
 
-def check_block_indices(inp: Tensor, given: Any, returned: bool, cached: bool, config: Any) -> None:
+def check_block_indices(
+    inp: Tensor, block_indices: Any, returns: bool, is_cached: bool, config: Any
+) -> None:
     """Check block indices of the caller for a layer's input [b n ..], and what is asked for."""
-    if given is None and not returned:
+    if block_indices is None and not returns:
         return
     if "selected" not in config.branches:
-        name = "return_block_indices" if given is None else "block_indices"
+        name = "return_block_indices" if block_indices is None else "block_indices"
         raise ValueError(f"{name} goes with the selected branch, got branches={config.branches}")
-    if given is None:
+    if block_indices is None:
         return
-    check_tensor("block_indices", given, INDEX_DTYPES, inp.device)
+    check_tensor("block_indices", block_indices, INDEX_DTYPES, inp.device)
     heads = sorted({1, config.kv_heads, config.heads})
-    if given.ndim != 4 or given.shape[:2] != inp.shape[:2] or given.shape[2] not in heads:
+    shape = block_indices.shape
+    if len(shape) != 4 or shape[:2] != inp.shape[:2] or shape[2] not in heads:
         expected = f"[{inp.shape[0]}, {inp.shape[1]}, one of {heads}, slots]"
-        raise ValueError(f"block_indices must have shape {expected}, got {list(given.shape)}")
+        raise ValueError(f"block_indices must have shape {expected}, got {list(shape)}")
     if config.use_diff_topk:
         raise ValueError("block_indices must be None with use_diff_topk=True, which needs scores")
-    if cached and config.ranks and config.selection_stride > 1:
+    if is_cached and config.ranks and config.selection_stride > 1:
         raise ValueError(
             "block_indices over a cache need selection_stride=1 or importance='given': the cache "
             "keeps rankings of the layer's own"

@@ -556,7 +556,7 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
     B, T, H, K, E, W = shape.B, shape.T, shape.H, shape.K, shape.E, shape.windows
     s, d, local = config.selection_block_size, config.d, config.num_local_blocks
     (ranks, n), one_softmax = step.ranking_size(shape, config), shape.one_softmax
-    is_ranked = n > 0 and shape.given is None
+    is_ranked = n > 0 and shape.index_shape is None
     # with importance="max" the largest score of a block is stored
     per_block = s // d if config.importance == "max" and s > d else 0
     settings = step.settings_of(shape, config, per_block)
@@ -655,13 +655,13 @@ def decode(call: calls.Call, config: AttentionConfig) -> Tensor:
         t.contiguous() if isinstance(t, Tensor) and t.stride(-1) != 1 else t for t in call
     )
     call = calls.Call(*readable)
+    shape = step.shape_of(call)
     if call.block_indices is not None:
         selection = launch.Selection(
             call.block_indices, config.selection_block_size, config.num_initial_blocks,
             config.num_local_blocks, True, starts=call.lengths,
         )  # fmt: skip
-        call = call.but(block_indices=keep_valid_blocks(selection, 1 << 30).block_indices)
-    shape = step.shape_of(call)
+        call = call.but(block_indices=keep_valid_blocks(selection, shape.tokens).block_indices)
     out = call.q.new_empty(shape.B, shape.T, shape.H, shape.E)
     if out.numel() == 0:
         return out

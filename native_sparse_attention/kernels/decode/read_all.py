@@ -252,7 +252,12 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan | None:
     n, block_s, heads = settings["TOPN"], settings["BLOCK_S"], shape.H // K
     is_summed = n == 0 or (config.query_heads_share_selected_kv and not settings["PROBS"])
     is_max = config.importance == "max" and s > config.d
-    is_other = shape.one_softmax or shape.has_window or shape.given is not None or shape.is_asked
+    is_other = (
+        shape.one_softmax
+        or shape.has_window
+        or shape.index_shape is not None
+        or shape.returns_indices
+    )
     if is_other or is_max or config.selection_stride > 1:
         return None
     blocks = cdiv(shape.tokens, s)

@@ -219,12 +219,12 @@ def reduce_partials(
 
 # what a plan depends on besides the settings. `tokens` and `windows` are what the storage of one
 # sequence holds; page size 0 without a page table. With `is_wide`, offsets within a sequence need
-# 64 bits. The queries of windows have `cmp_heads` heads, I wide. `given` is the shape of block
-# indices of the caller, and `is_asked` whether a step writes its own
+# 64 bits. The queries of windows have `cmp_heads` heads, I wide. `index_shape` is that of block
+# indices of the caller, and `returns_indices` whether a step writes its own
 Shape = namedtuple(
     "Shape",
     "B T H K D E tokens windows memory page_size tail_size dtype has_counts has_sinks has_window "
-    "one_softmax is_wide cmp_heads I given is_asked",
+    "one_softmax is_wide cmp_heads I index_shape returns_indices",
 )
 
 
@@ -262,8 +262,8 @@ def shape_of(call: Call) -> Shape:
 
 def ranking_size(shape: Shape, config: AttentionConfig) -> tuple[int, int]:
     """Ranking heads, and block indices of each."""
-    if shape.given is not None:
-        return shape.given[2:]  # type: ignore[no-any-return]
+    if shape.index_shape is not None:
+        return shape.index_shape[2:]  # type: ignore[no-any-return]
     ranks = shape.K if config.query_heads_share_selected_kv else shape.H
     return ranks, config.num_selected_blocks if shape.windows else 0
 

@@ -31,7 +31,7 @@ from ..common import launch
 from ..common import primitives as steps
 from ..common.launch import cdiv, strided
 from ..common.precompile import launcher
-from .topn import NO_BLOCK
+from . import topn
 
 CONSUMERS, ROWS, KEYS = gl.constexpr(2), gl.constexpr(64), gl.constexpr(128)
 # blocks of a group, whose keys fill tiles together
@@ -165,21 +165,6 @@ def largest_of_blocks(x):
 
 
 @gluon.jit
-def insert(scores, blocks, s, c):
-    """Insert scores s of blocks c into sorted columns, as `topn.insert`."""
-    new_scores = ()
-    new_blocks = ()
-    s_above, c_above = s, c
-    for depth in gl.static_range(len(scores)):
-        better = s > scores[depth]
-        new_scores += (gl.where(better, s_above, scores[depth]),)
-        new_blocks += (gl.where(better, c_above, blocks[depth]),)
-        s_above = gl.where(better, scores[depth], s)
-        c_above = gl.where(better, blocks[depth], c)
-    return new_scores, new_blocks
-
-
-@gluon.jit
 def write(scores, blocks, out, leader_indices, tile, line, first, call, CONSUMER: gl.constexpr,
           F: gl.constexpr):  # fmt: skip
     """Merge the columns of each row, best first, and write them for the tokens of its group. A
@@ -193,7 +178,7 @@ def write(scores, blocks, out, leader_indices, tile, line, first, call, CONSUMER
     for slot in gl.static_range(SLOTS):
         best = gl.max(scores[0], 1)
         is_best = scores[0] == best[:, None]
-        c = gl.min(gl.where(is_best, blocks[0], NO_BLOCK), 1)
+        c = gl.min(gl.where(is_best, blocks[0], topn.NO_BLOCK), 1)
         is_taken = blocks[0] == c[:, None]
         new_scores = ()
         new_blocks = ()
@@ -201,9 +186,9 @@ def write(scores, blocks, out, leader_indices, tile, line, first, call, CONSUMER
             new_scores += (gl.where(is_taken, scores[depth], scores[depth - 1]),)
             new_blocks += (gl.where(is_taken, blocks[depth], blocks[depth - 1]),)
         new_scores += (gl.where(is_taken, float("-inf"), scores[SLOTS - 1]),)
-        new_blocks += (gl.where(is_taken, NO_BLOCK, blocks[SLOTS - 1]),)
+        new_blocks += (gl.where(is_taken, topn.NO_BLOCK, blocks[SLOTS - 1]),)
         scores, blocks = new_scores, new_blocks
-        value = gl.where(c == NO_BLOCK, -1, c)
+        value = gl.where(c == topn.NO_BLOCK, -1, c)
         if F.STRIDE > 1:
             leader = -1
             if leader_indices is not None:
@@ -240,7 +225,7 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
         blocks = ()
         for _ in gl.static_range(SLOTS):
             scores += (gl.full([ROWS, BLOCKS], float("-inf"), gl.float32, COLUMNS),)
-            blocks += (gl.full([ROWS, BLOCKS], NO_BLOCK, gl.int32, COLUMNS),)
+            blocks += (gl.full([ROWS, BLOCKS], topn.NO_BLOCK, gl.int32, COLUMNS),)
         mbarrier.wait(memory.q_bar.index(0), q_phase)
         q = memory.q.index(CONSUMER)
         for group in range(begin, end):
@@ -258,7 +243,9 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
                 turn += 1
             is_candidate = (c >= F.INITIAL)[None] & (c[None] < row_end[:, None])
             score = gl.where(is_candidate, best * size[None], float("-inf"))
-            scores, blocks = insert(scores, blocks, score, gl.broadcast(c[None], score)[0])
+            # a column as deep as the top n loses none of it
+            columns, c = (scores, blocks, score), gl.broadcast(c[None], score)[0]
+            scores, blocks, _lost = topn.insert(columns, score, c)
             size = next_size
         hopper.named_barrier("arrive", QUERIES, THREADS)
         q_phase ^= 1
