@@ -58,7 +58,8 @@ def test_the_same_indices_give_the_same_bits(backend, kind, form):
 def test_one_head_of_any_indices(backend, s):
     """Those of one head for all, in int64: some of the future, some missing, some twice."""
     place = (7, 2 * s + 9)
-    call = calls.draw("one softmax", selection_block_size=s, compress_block_size=4, place=place)
+    windows = dict(compress_block_size=4, compress_block_sliding_stride=4)
+    call = calls.draw("one softmax", selection_block_size=s, place=place, **windows)
     indices = torch.randint(-1, 4, (2, 7, 1, 5), device=DEVICE)
     found = given(call, indices, backend)
     expected = given(call, indices.expand(-1, -1, calls.HEADS[0], -1), "eager")

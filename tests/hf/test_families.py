@@ -117,9 +117,7 @@ def test_half_precision(dtype):
 @torch.no_grad()
 def test_kernels_give_what_eager_gives(monkeypatch):
     """Prefill by the training kernels and steps by the decode kernels, with padding and without."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = tiny("Qwen3", head_dim=16, num_hidden_layers=1).to(device)
-    texts = [text.to(device) for text in prompts(16, 20)]
+    model, texts = tiny("Qwen3", head_dim=16, num_hidden_layers=1), prompts(16, 20)
     use_sparse_attention(model, **SPARSE)
     alone = [model(text).logits for text in texts]
     use_sparse_attention(model, **SPARSE, backend="triton")
@@ -131,7 +129,7 @@ def test_kernels_give_what_eager_gives(monkeypatch):
 
     monkeypatch.setattr(attention.decode, "run_decode_kernels", decode)
     close(step_by_step(model, texts[1], 19, dynamic(model)), alone[1])
-    batch = {name: t.to(device) for name, t in padded(texts, left=True).items()}
+    batch = padded(texts, left=True)
     out = step_by_step(model, batch.pop("input_ids"), 19, static(model), **batch)
     check_rows(out, batch, alone)
     cache = static(model)  # all rows of one length: their starts are one number

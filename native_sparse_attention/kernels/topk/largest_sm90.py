@@ -43,6 +43,8 @@ REGISTERS = gl.constexpr(216)
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 16]))
 # most blocks of a ranking, widths of heads, and keys of a block
 MAX_SLOTS, WIDTHS, BLOCK_KEYS = 16, (64, 128), (32, 64, 128)
+# leaders of a work tile
+TILE = CONSUMERS.value * ROWS.value
 LENGTHS = ["first_token", "T", "C", "GROUPS", "TILES", "LINES", "RANKS"]
 
 # heads and their width; keys of a block, in STEPS tiles for a group; top n; tokens that share it
@@ -278,11 +280,14 @@ def nsa_topk_largest_sm90(
 
 
 def is_supported(q: Tensor, config: Any, documents: Any) -> bool:
-    """Whether the kernel supports a ranking of q [B T H D], on a GPU that runs Gluon kernels."""
-    s, d = config.selection_block_size, config.d
+    """Whether the kernel supports a ranking of q [B T H D], on a GPU that runs Gluon kernels, and
+    is faster. `launch.using({"largest_sm90": True})` ignores the number of tokens; False disables
+    the kernel."""
+    s, d, forced = config.selection_block_size, config.d, launch.override.get("largest_sm90")
     sizes = q.dtype.itemsize == 2 and q.shape[-1] in WIDTHS and s % d == 0 and s // d in BLOCK_KEYS
     is_ranked = config.importance == "max" and config.num_selected_blocks <= MAX_SLOTS
-    return is_ranked and sizes and documents is None
+    fills = forced or q.shape[1] >= TILE * config.selection_stride
+    return bool(forced is not False and is_ranked and sizes and documents is None and fills)
 
 
 def select_blocks(
@@ -297,11 +302,10 @@ def select_blocks(
         H // ranks, ranks // K, D, per_block, per_block // 32, config.num_selected_blocks,
         config.num_initial_blocks, max(config.num_local_blocks, 1), d, s, stride, config.causal,
     )  # fmt: skip
-    tile = CONSUMERS.value * ROWS.value
-    tiles, lines, scale = cdiv(cdiv(T + stride - 1, stride), tile), B * ranks, config.scale_of(D)
+    tiles, lines, scale = cdiv(cdiv(T + stride - 1, stride), TILE), B * ranks, config.scale_of(D)
     keys = ck.new_empty(B * K * groups * F.STEPS * KEYS.value, D, dtype=torch.float16)
     sizes = ck.new_empty(B * K, groups * BLOCKS.value, dtype=torch.float32)
-    queries = q.new_empty(lines * tiles * tile, D, dtype=torch.float16)
+    queries = q.new_empty(lines * tiles * TILE, D, dtype=torch.float16)
     sign = float((scale > 0) - (scale < 0))
     launcher(nsa_topk_key_tiles, (groups, B * K))(
         strided(ck), keys, sizes, W=W, K=K, C=num_ranked, GROUPS=groups, sign=sign, F=F

@@ -449,8 +449,7 @@ def select_blocks(
     is the ranking of the first query's group if its leader came before this call. `lse` [B T H] is
     that of the compressed branch, for importance="probs"."""
     (B, W, K), ranks = ck.shape[:3], out.shape[2]
-    # off unless asked for, as long as it has not run on a GPU
-    if launch.override.get("largest_sm90") and launch.supports_gluon(q):
+    if launch.supports_gluon(q):
         from . import largest_sm90
 
         if largest_sm90.is_supported(q, config, documents):
