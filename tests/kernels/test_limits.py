@@ -56,6 +56,16 @@ def test_call_that_no_tile_holds():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("branch", ["compressed", "window"])
+@pytest.mark.parametrize("heads", [(3, 1, 192, 192), (6, 2, 144, 160), (6, 1, 224, 256)], ids=str)
+def test_wide_heads_in_odd_groups(branch, heads):
+    """In two stages ptxas compiles them wrong."""
+    window = dict(sliding_window_size=63) if branch == "window" else {}
+    call = draw(branch, torch.float16, heads=heads, lengths=[16, 0, 129], causal=False, **window)
+    assert_right(call.op, call.tensors, torch.float16, **call.settings)
+
+
+@pytest.mark.gpu
 def test_gates_of_rows_far_apart():
     """The third of three begins more than 2^31 elements behind the first."""
     apart = (1 << 30) + 64

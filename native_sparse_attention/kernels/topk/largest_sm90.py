@@ -208,6 +208,8 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
     zero = gl.zeros([ROWS, KEYS], gl.float32, ACC)
     SLOTS: gl.constexpr = F.SLOTS
     STEPS: gl.constexpr = F.STEPS
+    # wider products take longer than the maxima: one at a time is as fast
+    PAIR: gl.constexpr = 2 if F.STEPS > 1 and F.D == 64 else 1
     COLUMNS: gl.constexpr = largest_of_blocks(zero).type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, COLUMNS)
     i, column = gl.arange(0, ROWS, ROW), gl.arange(0, BLOCKS, gl.SliceLayout(0, COLUMNS))
@@ -234,15 +236,19 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
             c = group * BLOCKS + column
             next_size = gl.load(size_row + c + BLOCKS, mask=c < (end - 1) * BLOCKS, other=0.0)
             best = gl.full([ROWS, BLOCKS], float("-inf"), gl.float32, COLUMNS)
-            for _step in range(STEPS):
-                slot = turn % STAGES
-                mbarrier.wait(memory.full.index(slot), (turn // STAGES) & 1)
-                k = memory.k.index(slot).permute((1, 0))
-                x = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-                x = warpgroup_mma_wait(0, deps=[x])
-                hopper.named_barrier("arrive", slot, THREADS)
-                best = gl.maximum(best, largest_of_blocks(x))
-                turn += 1
+            for _pair in range(STEPS // PAIR):
+                # while the first product's maxima are taken, the second one is formed
+                products = ()
+                for i_pair in gl.static_range(PAIR):
+                    slot = (turn + i_pair) % STAGES
+                    mbarrier.wait(memory.full.index(slot), ((turn + i_pair) // STAGES) & 1)
+                    k = memory.k.index(slot).permute((1, 0))
+                    products += (warpgroup_mma(q, k, zero, use_acc=False, is_async=True),)
+                for i_pair in gl.static_range(PAIR):
+                    x = warpgroup_mma_wait(PAIR - 1 - i_pair, deps=[products[i_pair]])
+                    hopper.named_barrier("arrive", (turn + i_pair) % STAGES, THREADS)
+                    best = gl.maximum(best, largest_of_blocks(x))
+                turn += PAIR
             is_candidate = (c >= F.INITIAL)[None] & (c[None] < row_end[:, None])
             score = gl.where(is_candidate, best * size[None], float("-inf"))
             # a column as deep as the top n loses none of it
