@@ -6,7 +6,7 @@ const COST_DEFAULTS = {
   dim: 4096, dim_head: 128, heads: 32, kv_heads: 8, causal: true, norm: true,
   compress_block_size: 32, compress_block_sliding_stride: 16, selection_block_size: 64,
   num_selected_blocks: 13, sliding_window_size: 511, num_initial_blocks: 1, num_local_blocks: 2,
-  selection_stride: 1, importance: "logits", query_heads_share_selected_kv: true,
+  selection_stride: 1, num_selected_groups: 0, importance: "logits", query_heads_share_selected_kv: true,
   branches: ["compressed", "selected", "window"], dense_length: 0, branch_kv: "shared",
   num_compressed_mem_kv: 1, attention_sinks: false, compress_mlp_expand_factor: 1,
   rank_rotated: false, index_dim: null, index_heads: 1,
@@ -26,6 +26,9 @@ function costErrors(c) {
   if (c.dense_length && c.branches.length > 1) errors.push("dense_length goes with one softmax only");
   if (c.rank_rotated && c.branches.includes("compressed"))
     errors.push("rotated keys rank without the compressed branch only");
+  if (c.num_selected_groups && !(c.causal && c.rank_rotated && c.importance !== "probs"
+      && c.num_local_blocks > 0 && c.num_local_blocks % 4 === 0))
+    errors.push("two stages need rotated keys, max or logits, and 4, 8, .. local blocks");
   return errors;
 }
 
@@ -68,6 +71,13 @@ function totalRead(i, T, c) {
   if (c.dense_length && !c.causal && c.dense_length >= T) return T;
   const read = keysRead(i, T, c);
   return read.compressed + read.selected + read.window;
+}
+
+// keys of tokens by which a second stage ranks for query i
+function tokensRanked(i, c) {
+  const size = 4 * c.selection_block_size;
+  const groups = Math.floor(i / size) - Math.floor(c.num_local_blocks / 4) + 1;
+  return Math.min(Math.max(groups, 0), c.num_selected_groups) * size;
 }
 
 // the first of T queries that ranks blocks, T if none does: dense queries rank only for others that
@@ -118,7 +128,8 @@ function nsaCost(settings, T, batch = 1, size = 2) {
   // attention and ranking
   let [pairs, scored] = [0, 0];
   for (let i = 0; i < T; i++) pairs += totalRead(i, T, c);
-  for (let i = firstRanking(T, c); i < T; i += c.selection_stride) scored += windowsSeen(i, T, c);
+  for (let i = firstRanking(T, c); i < T; i += c.selection_stride)
+    scored += windowsSeen(i, T, c) + tokensRanked(i, c);
   const perHead = c.importance === "probs" || !c.query_heads_share_selected_kv;
   const width = indexed ? indexDim : D;
   let attention = 4 * D * H * batch * pairs;
@@ -134,8 +145,9 @@ function nsaCost(settings, T, batch = 1, size = 2) {
     cache = batch * ((ownWindow ? 2 : 1) * T * entry + Math.floor(T / d) * ofWindows);
     const read = totalRead(T, T + 1, c) - (has("compressed") ? c.num_compressed_mem_kv : 0);
     step = parameters * size + batch * read * entry;
-    const ranked = firstRanking(T + 1, c) <= T ? Math.floor(T / d) : 0;
-    if (networks && !has("compressed")) step += batch * ranked * rankingEntry;
+    const rankedBy = Math.floor(T / d) + tokensRanked(T, c);
+    if (ranks && !has("compressed") && firstRanking(T + 1, c) <= T)
+      step += batch * rankedBy * rankingEntry;
   }
 
   // dense attention of the same width, heads and norm
@@ -178,6 +190,7 @@ const COST_FIELDS = [
   ["num_local_blocks", "last blocks, always read", null, 0],
   ["sliding_window_size", "w, keys behind the query", null, 0],
   ["selection_stride", "R, tokens that share a ranking"],
+  ["num_selected_groups", "groups of 4 blocks, of two stages", null, 0],
   ["dense_length", "positions below it read all keys", null, 0],
 ];
 const COST_CHOICES = [

@@ -22,6 +22,9 @@ from torch import Tensor
 
 Int = TypeVar("Int", int, Tensor)
 
+# blocks of a group, which a first stage of ranking keeps together
+GROUP = 4
+
 
 def ceil_div(a: Int, b: int) -> Int:
     return (a + b - 1) // b

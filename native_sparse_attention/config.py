@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from .block_sizes import NAMES, BlockSizes, check_block_sizes
+from .blocks import GROUP
 from .checks import (
     BACKENDS,
     BRANCH_KV,
@@ -40,7 +41,10 @@ RANKED_GEOMETRY = (*GEOMETRY, "num_selected_blocks", "query_heads_share_selected
 
 # what a layer has in place of a ranking that takes the block indices of another
 GIVEN: dict[str, Any] = dict(
-    importance="given", use_diff_topk=False, interpolated_importance_score=False
+    importance="given",
+    use_diff_topk=False,
+    interpolated_importance_score=False,
+    num_selected_groups=0,
 )
 
 # by "index", a block's score from those of its windows: the rule of that name
@@ -65,6 +69,7 @@ class AttentionConfig:
     num_initial_blocks: int = 0
     num_local_blocks: int = 1
     selection_stride: int = 1
+    num_selected_groups: int = 0
     query_heads_share_selected_kv: bool = True
     branches: tuple[str, ...] = BRANCHES
     dense_length: int = 0
@@ -111,7 +116,8 @@ class AttentionConfig:
         )  # fmt: skip
         self.keep_checked(check_int, *sizes, minimum=1)
         self.keep_checked(check_int, "sliding_window_size", "dense_length", minimum=0)
-        self.keep_checked(check_int, "num_selected_blocks", minimum=0, limit=TOO_MANY_BLOCKS)
+        numbers = "num_selected_blocks", "num_selected_groups"
+        self.keep_checked(check_int, *numbers, minimum=0, limit=TOO_MANY_BLOCKS)
         self.keep_checked(check_bool, *flags)
         self.keep_checked(check_positive, "soft_cap")
         self.keep(branches=check_branches(self.branches), scale=check_scale(self.scale))
@@ -145,6 +151,8 @@ class AttentionConfig:
             )
         if self.use_diff_topk and self.importance == "given":
             raise ValueError("use_diff_topk must be False with importance='given': no scores")
+        if self.num_selected_groups:
+            self.check_stages()
         if self.dense_length and self.branches != ("selected",):
             raise ValueError(
                 "dense_length goes with branches=('selected',) only: with others no length makes "
@@ -155,6 +163,46 @@ class AttentionConfig:
                 f"dense_length must be a multiple of selection_stride={stride}, "
                 f"got {self.dense_length}"
             )
+
+    def check_stages(self) -> None:
+        """Check what two stages of ranking need."""
+        needed = dict(
+            importance=("max", "logits"), causal=(True,), use_diff_topk=(False,),
+            interpolated_importance_score=(False,),
+        )  # fmt: skip
+        for name, values in needed.items():
+            if getattr(self, name) not in values:
+                expected = " or ".join(map(repr, values))
+                raise ValueError(
+                    f"num_selected_groups={self.num_selected_groups} goes with {name}={expected}, "
+                    f"got {getattr(self, name)!r}"
+                )
+        if "compressed" in self.branches:
+            raise ValueError(
+                "num_selected_groups needs branches without 'compressed', whose keys are not "
+                f"rotated as tokens are, got branches={self.branches}"
+            )
+        if self.num_local_blocks % GROUP or not self.num_local_blocks:
+            raise ValueError(
+                f"num_local_blocks must be a positive multiple of {GROUP} with "
+                f"num_selected_groups, so that groups are complete, got {self.num_local_blocks}"
+            )
+
+    @property
+    def stages(self) -> tuple[AttentionConfig, AttentionConfig]:
+        """Of a ranking in two stages the ranking of groups by their windows, and that of their
+        blocks by tokens."""
+        groups = self.but(
+            num_selected_groups=0, num_selected_blocks=self.num_selected_groups,
+            selection_block_size=GROUP * self.selection_block_size,
+            num_initial_blocks=self.num_initial_blocks // GROUP,
+            num_local_blocks=self.num_local_blocks // GROUP,
+        )  # fmt: skip
+        tokens = self.but(
+            num_selected_groups=0, importance="max", compress_block_size=1,
+            compress_block_sliding_stride=1,
+        )  # fmt: skip
+        return groups, tokens
 
     @property
     def d(self) -> int:
@@ -286,6 +334,8 @@ class NSAConfig(AttentionConfig):
             (causal).
         selection_stride: R; R neighbouring tokens share the ranking of the first of them. R divides
             s.
+        num_selected_groups: n1, ranks in two stages: groups of 4 blocks by their windows first, and
+            then the blocks of the n1 best groups by the largest logit of a token. 0 for one stage.
         query_heads_share_selected_kv: False lets every query head select for itself.
         branches: some of "compressed", "selected" and "window". One alone has no gate.
             `("selected",)` is one softmax over the initial, local and ranked blocks; its compressed
@@ -379,10 +429,11 @@ class NSAConfig(AttentionConfig):
         super().__post_init__()
         rule = INDEX_RULES[self.index_pool] if self.is_indexed else self.importance
         dense_rule = "logits" if rule == "given" else rule
+        grouped = GROUP if self.num_selected_groups else 1
         dense = self.but(importance=dense_rule, dense_length=sys.maxsize)
         self.keep(
             geometry=self.values_of(*(GEOMETRY if self.selection_stride == 1 else RANKED_GEOMETRY)),
-            alignment=max(self.d, self.selection_block_size),
+            alignment=max(self.d, self.selection_block_size * grouped),
             for_functions=self.but(importance=rule),
             for_steps=self.but(importance=rule, dense_length=0),
             for_given=self.but(importance="given"),
@@ -431,6 +482,11 @@ class NSAConfig(AttentionConfig):
                 "importance='index' has one ranking for each KV head, which learns from the loss "
                 "of ranking_queries: use_diff_topk must be False and "
                 "query_heads_share_selected_kv True"
+            )
+        if self.num_selected_groups and (self.is_indexed or not self.rank_rotated):
+            raise ValueError(
+                "num_selected_groups ranks by rotated keys of windows and of tokens: it needs "
+                "rank_rotated=True and importance 'max' or 'logits'"
             )
         if self.rank_rotated and has_compressed:
             raise ValueError(

@@ -29,7 +29,7 @@ class Cost:
         cache_bytes: keys, values and their summaries in a `KVCache` of T tokens, without the tails
             for the next windows, whose size is constant; 0 for a layer that is not causal.
         step_bytes: the least bytes that a decoding step after T tokens reads: each parameter once,
-            and each cached key and value that a new token attends to; 0 if not causal.
+            and each cached key and value that a new token attends to or ranks by; 0 if not causal.
     """
 
     parameters: int
@@ -58,6 +58,13 @@ def selected_tokens(i: Tensor, T: int, config: NSAConfig) -> Tensor:
     complete = blocks.num_complete_blocks(blocks.leader(i, config.selection_stride), config.d, s)
     candidates = complete.minimum(first_local // s if num_local else i // s) - initial
     return forced + candidates.clamp(min=0, max=n) * s
+
+
+def tokens_ranked(i: Tensor, config: NSAConfig) -> Tensor:
+    """Keys of tokens by which a second stage ranks for queries i."""
+    size, local = blocks.GROUP * config.selection_block_size, config.num_local_blocks
+    groups = i // size - local // blocks.GROUP + 1
+    return groups.clamp(min=0, max=config.num_selected_groups) * size
 
 
 def keys_read(i: Tensor, T: int, config: NSAConfig) -> Tensor:
@@ -97,7 +104,8 @@ def nsa_cost(
     Query i of a head multiplies `4 D` numbers for each key that it sees: `i // d` windows and m
     memory slots, the tokens of its selected, initial and local blocks, and `min(i, w) + 1` of the
     window. The ranking multiplies `2 D` for each window and group (`importance="logits"`) or head
-    ("probs", or one ranking per head), once per `selection_stride` tokens. A dense query, as all of
+    ("probs", or one ranking per head), once per `selection_stride` tokens; in two stages also for
+    the tokens of `num_selected_groups` groups. A dense query, as all of
     dense attention, sees `i + 1` keys and ranks none.
 
     Args:
@@ -139,6 +147,7 @@ def nsa_cost(
         per_head = config.importance == "probs" or not config.query_heads_share_selected_kv
         ranking = i[first_ranking(T, config) :: config.selection_stride]
         scored = int(visible_windows(ranking, windows, d, config.causal)[1].sum())
+        scored += int(tokens_ranked(ranking, config).sum())
         attention += 2 * width * (H if per_head else K) * batch * scored
     parameters = sum(p.numel() for p in layer.parameters())
     entry = 2 * K * D * size
@@ -148,8 +157,9 @@ def nsa_cost(
     read = int(keys_read(torch.tensor([T]), T + 1, config)) * entry
     if "compressed" in config.branches:
         read -= config.num_compressed_mem_kv * entry
-    elif networks and first_ranking(T + 1, config) <= T:
-        read += T // d * ranking_entry
+    elif config.ranks and first_ranking(T + 1, config) <= T:
+        tokens = int(tokens_ranked(torch.tensor([T]), config))
+        read += (T // d + tokens) * ranking_entry
     flops = 2 * batch * T * weights + counter.get_total_flops() + attention
     memory = (cache, parameters * size + batch * read) if config.causal else (0, 0)
     sparse = Cost(parameters, flops, attention, *memory)

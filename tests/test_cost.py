@@ -175,6 +175,10 @@ GRID = [
         GIVEN, (True, False), (1, 8, 41), (False, True)
     )
 ] + [(dict(selection_block_size=64, compress_block_size=32, num_selected_blocks=13), 4099, False)]
+STAGES = dict(
+    branches=["selected"], rank_rotated=True, causal=True, num_local_blocks=4, num_selected_groups=2
+)
+GRID += [(STAGES, T, False) for T in (31, 300)]
 
 
 def evaluate(expression: str):
@@ -216,6 +220,7 @@ def test_form_can_describe_every_preset(preset):
         *(dict(selection_block_size=6), dict(dense_length=16), dict(rank_rotated=True)),
         dict(branches=["selected"], dense_length=16, rank_rotated=True),
         dict(branches=["selected"], dense_length=17, selection_stride=2),
+        dict(branches=["selected"], rank_rotated=True, num_selected_groups=1, num_local_blocks=3),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..attention import SparseAttention
+from ..blocks import GROUP
 from ..checks import IMPORTANCE_RULES, check_choice, check_share_ranking, describe
 from ..compat import sdpa
 from ..compress import windows_of
@@ -98,7 +99,8 @@ def attention(
     num_earlier = starts
     first = starts if isinstance(starts, int) else mask.least_position
     if mask.documents is not None:
-        alignment = 1 if is_window else max(settings["selection_block_size"], d)
+        unit = settings["selection_block_size"] * (GROUP if settings["num_selected_groups"] else 1)
+        alignment = 1 if is_window else max(unit, d)
         layout = mask.share(NSAMask.layout, alignment)
         documents, starts, first = layout.documents, 0, 0
         queries = keys = layout.source, layout.target
@@ -200,7 +202,8 @@ def use_sparse_attention(
             selection_block_size (64), num_selected_blocks (16), num_initial_blocks (1),
             num_local_blocks (8), dense_length (8192), importance ("max"), compress_block_size and
             compress_block_sliding_stride (1, tokens themselves rank blocks),
-            interpolated_importance_score, selection_stride, query_heads_share_selected_kv,
+            interpolated_importance_score, selection_stride, num_selected_groups (0),
+            query_heads_share_selected_kv,
             use_diff_topk, backend ("auto"); and share_ranking: indices of layers that rank for
             themselves and for the layers of full attention after them, up to the next of these.
 

@@ -43,8 +43,8 @@ DEFAULTS = {
     for name in (
         "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
         "num_selected_blocks", "importance", "interpolated_importance_score", "num_initial_blocks",
-        "num_local_blocks", "selection_stride", "query_heads_share_selected_kv", "dense_length",
-        "use_diff_topk", "backend",
+        "num_local_blocks", "selection_stride", "num_selected_groups",
+        "query_heads_share_selected_kv", "dense_length", "use_diff_topk", "backend",
     )
 }  # fmt: skip
 FIXED: dict[str, Any] = dict(

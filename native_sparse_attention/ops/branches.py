@@ -68,7 +68,7 @@ def rank(call: Call, config: AttentionConfig, backend: str) -> tuple[Tensor, Ten
         return call.block_indices, None
     if not config.ranks:
         return no_blocks(call, config, 0), None
-    ranking = call.ranking_call(config.branches)
+    ranking = call.ranking_call(config)
     if config.use_diff_topk:
         block_indices = dispatch.MODULES[backend].select_blocks(ranking, config)
         return block_indices, chunked.selection_gates(ranking, config, block_indices)

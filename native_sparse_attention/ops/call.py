@@ -70,12 +70,13 @@ class Call(NamedTuple):
             common |= dict(block_indices=self.block_indices, gates=self.gates)
         return Call(self.q, k, v, **common)
 
-    def ranking_call(self, branches: tuple[str, ...]) -> Call:
+    def ranking_call(self, config: Any) -> Call:
         """What the ranking of blocks reads: queries q, ck and the softmax of the compressed branch,
-        in a sequence of `seq_len` tokens."""
-        part = self.branch("compressed", branches)
+        in a sequence of `seq_len` tokens; in two stages k, too."""
+        part = self.branch("compressed", config.branches)
         return Call(
-            part.q, ck=part.k, mem_k=part.mem_k, sinks=part.sinks, documents=part.documents,
+            part.q, self.k if config.num_selected_groups else None, ck=part.k, mem_k=part.mem_k,
+            sinks=part.sinks, documents=part.documents,
             leader_indices=self.leader_indices, q_offset=part.q_offset, seq_len=self.k.shape[1],
         )  # fmt: skip
 

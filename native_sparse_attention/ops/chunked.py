@@ -220,6 +220,7 @@ def attend(
 def scores_of_query(call: Call, config: AttentionConfig) -> int:
     """Scores that the ranking of one query forms at once."""
     q, ck, mem_k = call.q, call.ck, call.mem_k
+    ck = call.k if config.num_selected_groups else ck
     heads, keys = q.shape[2], ck.shape[1] + (0 if mem_k is None else mem_k.shape[1])
     if config.importance != "probs" and config.query_heads_share_selected_kv:
         heads = ck.shape[2]

@@ -61,6 +61,7 @@ def decode_attention(
     num_initial_blocks: int = 0,
     num_local_blocks: int = 1,
     selection_stride: int = 1,
+    num_selected_groups: int = 0,
     query_heads_share_selected_kv: bool = True,
     branches: tuple[str, ...] = BRANCHES,
     dense_length: int = 0,
@@ -110,7 +111,8 @@ def decode_attention(
     refuse_transforms("decode_attention")
     check_given(q=q, k=k, v=v, lengths=lengths)
     return_block_indices = check_bool("return_block_indices", return_block_indices)
-    importance = importance if block_indices is None else "given"
+    if block_indices is not None:
+        importance, num_selected_groups = "given", 0
     config = AttentionConfig(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
@@ -118,7 +120,7 @@ def decode_attention(
         sliding_window_size=sliding_window_size, importance=importance,
         interpolated_importance_score=interpolated_importance_score,
         num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks,
-        selection_stride=selection_stride,
+        selection_stride=selection_stride, num_selected_groups=num_selected_groups,
         query_heads_share_selected_kv=query_heads_share_selected_kv, branches=branches,
         dense_length=dense_length, scale=scale, soft_cap=soft_cap, causal=True,
     )  # fmt: skip

@@ -53,6 +53,7 @@ from ..checks import (
     check_tensor,
     check_type,
     check_windows,
+    describe,
 )
 from ..config import AttentionConfig
 from ..varlen import Documents
@@ -86,6 +87,8 @@ def check_read(call: Call, config: AttentionConfig) -> None:
     is_read = {name: branch in branches for name, branch in READ_BY.items()}
     is_read |= dict(ck=config.compresses, cq=config.compresses, branch_gates=len(branches) > 1)
     is_given = config.importance == "given" and "selected" in branches
+    if config.num_selected_groups and config.ranks and call.cq is not None:
+        raise ValueError("cq must be None with num_selected_groups: q ranks windows and tokens")
     is_read |= dict(block_indices=is_given, leader_indices=config.ranks)
     for name in is_read:
         value = getattr(call, name)
@@ -238,6 +241,7 @@ def native_sparse_attention(
     num_initial_blocks: int = 0,
     num_local_blocks: int = 1,
     selection_stride: int = 1,
+    num_selected_groups: int = 0,
     query_heads_share_selected_kv: bool = True,
     branches: tuple[str, ...] = BRANCHES,
     dense_length: int = 0,
@@ -301,7 +305,8 @@ def native_sparse_attention(
         [B, T, H, E], and with `return_block_indices` also the block indices.
     """
     return_block_indices = check_bool("return_block_indices", return_block_indices)
-    importance = importance if block_indices is None else "given"
+    if block_indices is not None:
+        importance, num_selected_groups = "given", 0
     config = AttentionConfig(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
@@ -309,7 +314,7 @@ def native_sparse_attention(
         sliding_window_size=sliding_window_size, importance=importance,
         interpolated_importance_score=interpolated_importance_score,
         num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks,
-        selection_stride=selection_stride,
+        selection_stride=selection_stride, num_selected_groups=num_selected_groups,
         query_heads_share_selected_kv=query_heads_share_selected_kv, branches=branches,
         dense_length=dense_length, scale=scale, soft_cap=soft_cap, causal=causal,
         use_diff_topk=use_diff_topk, recompute=recompute, block_sizes=block_sizes,
@@ -384,12 +389,14 @@ def select_blocks(
     compress_block_sliding_stride: int,
     selection_block_size: int,
     num_selected_blocks: int,
+    k: Tensor | None = None,
     mem_k: Tensor | None = None,
     importance: str = "logits",
     interpolated_importance_score: bool = False,
     num_initial_blocks: int = 0,
     num_local_blocks: int = 1,
     selection_stride: int = 1,
+    num_selected_groups: int = 0,
     query_heads_share_selected_kv: bool = True,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
@@ -423,6 +430,11 @@ def select_blocks(
         interpolated_importance_score: interpolate window scores linearly to tokens before averaging
             (logits only).
         selection_stride: R; tokens `[R t, R t + R)` share the ranking of token `R t`.
+        num_selected_groups: n1; ranks in two stages. The best n1 groups of 4 blocks by `importance`
+            ("logits" or "max") of their windows are kept. A block of these groups scores the
+            largest of `q_i . k_j * scale` over its tokens, with the mean query of the heads that
+            share the ranking. 0 for one stage.
+        k: keys of tokens [B, S, K, D], for the second stage alone; S is their number.
         query_heads_share_selected_kv: False ranks for every query head on its own.
         seq_len: S; T by default.
         leader_indices: block indices [B, R_, n] of the first token of the first query's group.
@@ -445,12 +457,17 @@ def select_blocks(
         selection_block_size=selection_block_size, num_selected_blocks=num_selected_blocks,
         importance=importance, interpolated_importance_score=interpolated_importance_score,
         num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks,
-        selection_stride=selection_stride,
+        selection_stride=selection_stride, num_selected_groups=num_selected_groups,
         query_heads_share_selected_kv=query_heads_share_selected_kv, causal=causal, scale=scale,
-        soft_cap=soft_cap,
+        soft_cap=soft_cap, branches=("selected",),
     )  # fmt: skip
+    if (k is None) != (config.num_selected_groups == 0):
+        raise ValueError(
+            "k and num_selected_groups go together, got "
+            f"k={describe(k)} and num_selected_groups={config.num_selected_groups}"
+        )
     call = Call(
-        q, ck=ck, mem_k=mem_k, sinks=sinks, leader_indices=leader_indices, documents=documents,
+        q, k, ck=ck, mem_k=mem_k, sinks=sinks, leader_indices=leader_indices, documents=documents,
         q_offset=q_offset, seq_len=seq_len,
     )  # fmt: skip
     call = checked(call, config, is_layer=False)

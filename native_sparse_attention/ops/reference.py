@@ -428,12 +428,24 @@ def rank(call: Call, i: Tensor, config: AttentionConfig) -> Tensor:
     """Block indices [b t r n] of the top-n candidates, best first, -1 for an empty slot. The
     earlier block wins a tie."""
     with torch.no_grad():
-        values, candidate = block_scores(call, i, config)
+        if config.num_selected_groups:
+            values, candidate = scores_in_groups(call, i, config)
+        else:
+            values, candidate = block_scores(call, i, config)
         masked = values.masked_fill(~candidate, float("-inf"))
         order = masked.sort(dim=-1, descending=True, stable=True).indices
         order = order[..., : config.num_selected_blocks]
         order = order.where(candidate.expand_as(masked).gather(-1, order), -1)
         return rearrange(order.to(torch.int32), "b r t n -> b t r n")
+
+
+def scores_in_groups(call: Call, i: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """`block_scores` by tokens; candidates [b r t c] lie in the best groups by windows."""
+    by_groups, by_tokens = config.stages
+    groups = rearrange(rank(call, i, by_groups), "b t r n -> b r t n 1")
+    values, candidate = block_scores(call.but(ck=call.k), i, by_tokens)
+    c = torch.arange(values.shape[-1], device=values.device)
+    return values, candidate & (groups == c // blocks.GROUP).any(dim=-2)
 
 
 def gate(call: Call, i: Tensor, config: AttentionConfig, block_indices: Tensor) -> Tensor:

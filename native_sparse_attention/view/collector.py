@@ -165,7 +165,7 @@ def attention_probs(q: Tensor, k: Tensor, visible: Tensor, config: AttentionConf
 def ranking_scores(call: Call, config: AttentionConfig, i: Tensor, ranked: Tensor) -> Tensor:
     """The scores [b m r n] by which blocks `ranked` were chosen; NaN in an empty slot."""
     i = blocks.leader(i, config.selection_stride)
-    part = call.ranking_call(config.branches)
+    part = call.ranking_call(config)
     queries = part.but(q=part.q[:, i], documents=slice_documents(part.documents, i))
     values = rearrange(block_scores(queries, i[None], config)[0], "b r m c -> b m r c")
     return values.gather(-1, ranked.clamp(min=0).long()).masked_fill(ranked < 0, NAN)

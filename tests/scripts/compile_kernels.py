@@ -177,9 +177,11 @@ def rank(dtype, heads, **settings):
         "num_selected_blocks": 13, "num_initial_blocks": 1, "num_local_blocks": 2,
         "importance": "probs", **settings,
     }  # fmt: skip
-    W = 320 // settings["compress_block_sliding_stride"]
-    q, ck = torch.zeros(1, 320, H, D).to(dtype), torch.zeros(1, W, K, D).to(dtype)
-    select_blocks(q, ck, seq_len=320, backend="triton", **settings)
+    W = 1280 // settings["compress_block_sliding_stride"]
+    q, ck = torch.zeros(1, 1280, H, D).to(dtype), torch.zeros(1, W, K, D).to(dtype)
+    if "num_selected_groups" in settings:
+        settings |= dict(k=torch.zeros(1, 1280, K, D).to(dtype), num_local_blocks=4)
+    select_blocks(q, ck, seq_len=1280, backend="triton", **settings)
 
 
 def small_1(capability):
@@ -263,6 +265,8 @@ def largest(capability):
             for heads in ((16, 4, 128), (8, 2, 64)):
                 settings = dict(selection_block_size=s, num_selected_blocks=n, **TOKENS)
                 rank(BF16, heads, selection_stride=stride, **settings)
+                windows = dict(compress_block_size=16, compress_block_sliding_stride=16)
+                rank(BF16, heads, num_selected_groups=n, **settings | windows)
 
 
 def ranking(capability):

@@ -33,7 +33,7 @@ from ..common.primitives import candidates_end, load_rows, soft_capped, softmax_
 from ..common.tile_configs import MAX_COLUMN_N
 from ..selected.branch import keep_valid_blocks
 from ..topk import topn
-from . import read_all, step
+from . import read_all, stages, step
 from .kv_cache import cache_offsets, load_page, slot_offsets
 
 # counters of a sequence and KV head: programs that have finished a stage, and reduce programs that
@@ -655,13 +655,20 @@ def decode(call: calls.Call, config: AttentionConfig) -> Tensor:
         t.contiguous() if isinstance(t, Tensor) and t.stride(-1) != 1 else t for t in call
     )
     call = calls.Call(*readable)
-    shape = step.shape_of(call)
-    if call.block_indices is not None:
+    if config.num_selected_groups and config.ranks:
+        indices = stages.rank(call, config)
+        if call.new_indices is not None:
+            call.new_indices.copy_(indices)
+        call = call.but(block_indices=indices, ck=None, new_indices=None)
+        config = config.but(importance="given", num_selected_groups=0)
+    elif call.block_indices is not None:
         selection = launch.Selection(
             call.block_indices, config.selection_block_size, config.num_initial_blocks,
             config.num_local_blocks, True, starts=call.lengths,
         )  # fmt: skip
-        call = call.but(block_indices=keep_valid_blocks(selection, shape.tokens).block_indices)
+        tokens = step.shape_of(call).tokens
+        call = call.but(block_indices=keep_valid_blocks(selection, tokens).block_indices)
+    shape = step.shape_of(call)
     out = call.q.new_empty(shape.B, shape.T, shape.H, shape.E)
     if out.numel() == 0:
         return out

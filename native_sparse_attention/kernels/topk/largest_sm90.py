@@ -6,6 +6,9 @@ keys into a ring, which two consumer warpgroups multiply by their queries. Keys 
 which a thread of the product's accumulator holds keys of a single block of four for each of its two
 rows: it takes their maximum, and keeps the n best of its blocks sorted in registers. At the end the
 four threads of a row merge their columns. A score costs no exchange between threads.
+
+The second stage of a ranking reads those of a tile's groups of blocks alone that some of its
+leaders keep. Each row walks through its own groups, which are in order as the tile's are.
 """
 
 from __future__ import annotations
@@ -47,12 +50,17 @@ MAX_SLOTS, WIDTHS, BLOCK_KEYS = 16, (64, 128), (32, 64, 128)
 TILE = CONSUMERS.value * ROWS.value
 LENGTHS = ["first_token", "T", "C", "GROUPS", "TILES", "LINES", "RANKS"]
 
-# heads and their width; keys of a block, in STEPS tiles for a group; top n; tokens that share it
+# heads and their width; keys of a block, in STEPS tiles for a group; top n; tokens that share it;
+# groups that a leader keeps, a power of two, 0 for all
 Settings = namedtuple(
-    "Settings", "G RANKS_PER_KV D PER_BLOCK STEPS SLOTS INITIAL LOCAL d s STRIDE CAUSAL"
+    "Settings", "G RANKS_PER_KV D PER_BLOCK STEPS SLOTS INITIAL LOCAL d s STRIDE CAUSAL KEPT"
 )
 Memory = namedtuple("Memory", "q q_bar k full")
-Problem = namedtuple("Problem", "starts first_token T C GROUPS TILES LINES RANKS")
+Problem = namedtuple("Problem", "starts first_token T C GROUPS TILES LINES RANKS kept")
+# groups that the leaders of a tile keep: how many, and their numbers [LINES TILES GROUPS] in order;
+# and the numbers of each leader [LINES TILES 128 KEPT + 1], followed by NO_GROUP
+Kept = namedtuple("Kept", "count of_tile of_leader")
+NO_GROUP = gl.constexpr(1 << 30)
 
 
 @triton.jit(do_not_specialize=["W", "K", "C", "GROUPS"])
@@ -105,6 +113,36 @@ def nsa_topk_mean_queries(q, queries, starts, first_token, T, TILES, RANKS, F: t
     tl.store(queries + row[:, None] * F.D + tl.arange(0, F.D)[None], high)
 
 
+@triton.jit(do_not_specialize=["first_token", "T", "GROUPS", "TILES", "RANKS"])
+def nsa_topk_unions(groups, kept, starts, first_token, T, GROUPS, TILES, RANKS, N, F: tl.constexpr,
+                    BINS: tl.constexpr):  # fmt: skip
+    """One program: which of the groups [B T R N] 128 leaders of one row and ranking head keep, in
+    order, and those of each leader."""
+    tile, line = tl.program_id(0), tl.program_id(1)
+    b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
+    if starts is not None:
+        first_token = tl.load(starts + b).to(tl.int32)
+    index = tile * 128 + tl.arange(0, 128)
+    _, token, ranked = steps.leaders(index, first_token, T, F.STRIDE)
+    i = tl.arange(0, F.KEPT)
+    row = (b * T + token) * RANKS + r
+    is_slot = ranked[:, None] & (i < N)[None]
+    group = tl.load(groups + row[:, None] * N + i[None], mask=is_slot, other=-1)
+    group = tl.where(group < 0, NO_GROUP, group)
+    leader = line.to(tl.int64) * (TILES * 128) + index
+    of_leader = kept.of_leader + leader[:, None] * (F.KEPT + 1)
+    tl.store(of_leader + i[None], tl.sort(group, 1))
+    tl.store(of_leader + F.KEPT, tl.full([128, 1], NO_GROUP, tl.int32))
+
+    flat = tl.reshape(tl.minimum(group, BINS - 1), [128 * F.KEPT])
+    number = tl.arange(0, BINS)
+    is_kept = (tl.histogram(flat, BINS) > 0) & (number < GROUPS)
+    place = tl.cumsum(is_kept.to(tl.int32), 0) - 1
+    tiles = line.to(tl.int64) * TILES + tile
+    tl.store(kept.of_tile + tiles * GROUPS + place, number, mask=is_kept)
+    tl.store(kept.count + tiles, tl.sum(is_kept.to(tl.int32), 0))
+
+
 @gluon.jit
 def last_block(position, C, F: gl.constexpr):
     """One past the last block that a query may rank: `primitives.candidates_end`."""
@@ -126,7 +164,20 @@ def work_tile(nth, call, F: gl.constexpr):
     # leaders are tokens of the call
     position = gl.minimum(position, first + call.T - 1)
     end = gl.maximum(last_block(position, call.C, F), 0)
-    return tile, line, first, F.INITIAL // BLOCKS, gl.cdiv(end, BLOCKS)
+    begin, end = F.INITIAL // BLOCKS, gl.cdiv(end, BLOCKS)
+    if F.KEPT:
+        begin, end = 0, gl.load(call.kept.count + line * call.TILES + tile)
+    return tile, line, first, begin, end
+
+
+@gluon.jit
+def group_at(i, end, tile, line, call, F: gl.constexpr):
+    """The number of a tile's i-th group of blocks; of the last one from `end` on."""
+    if F.KEPT:
+        row = (line * call.TILES + tile).to(gl.int64) * call.GROUPS
+        return gl.load(call.kept.of_tile + row + gl.maximum(gl.minimum(i, end - 1), 0))
+    else:
+        return i
 
 
 @gluon.jit
@@ -144,15 +195,19 @@ def produce(queries, keys, call, memory, F: gl.constexpr):
             hopper.load_box(queries, [row, 0], q_bar, memory.q.index(consumer))
         kv_line = line // call.RANKS * (call.RANKS // F.RANKS_PER_KV)
         kv_line += line % call.RANKS // F.RANKS_PER_KV
-        for step in range(begin * F.STEPS, end * F.STEPS):
-            slot = turn % STAGES
-            if turn >= STAGES:
-                hopper.named_barrier("sync", slot, THREADS)
-            bar = memory.full.index(slot)
-            mbarrier.expect(bar, KEYS * F.D * 2)
-            row = (kv_line * call.GROUPS * F.STEPS + step) * KEYS
-            hopper.load_box(keys, [row, 0], bar, memory.k.index(slot))
-            turn += 1
+        group = group_at(begin, end, tile, line, call, F)
+        for i in range(begin, end):
+            next_group = group_at(i + 1, end, tile, line, call, F)
+            for step in range(F.STEPS):
+                slot = turn % STAGES
+                if turn >= STAGES:
+                    hopper.named_barrier("sync", slot, THREADS)
+                bar = memory.full.index(slot)
+                mbarrier.expect(bar, KEYS * F.D * 2)
+                row = ((kv_line * call.GROUPS + group) * F.STEPS + step) * KEYS
+                hopper.load_box(keys, [row, 0], bar, memory.k.index(slot))
+                turn += 1
+            group = next_group
     # complete every barrier before the warp exits: a program has a tile or more
     hopper.named_barrier("sync", QUERIES, THREADS)
     for i in range(gl.maximum(turn - STAGES, 0), turn):
@@ -223,8 +278,14 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
         kv_line = line // call.RANKS * (call.RANKS // F.RANKS_PER_KV)
         kv_line += line % call.RANKS // F.RANKS_PER_KV
         size_row = sizes + kv_line.to(gl.int64) * (call.GROUPS * BLOCKS)
-        size = gl.load(size_row + begin * BLOCKS + column, mask=column < (end - begin) * BLOCKS,
+        group = group_at(begin, end, tile, line, call, F)
+        size = gl.load(size_row + group * BLOCKS + column, mask=column < (end - begin) * BLOCKS,
                        other=0.0)  # fmt: skip
+        if F.KEPT:
+            # a leader's next group
+            own = call.kept.of_leader
+            own += ((line * call.TILES * (CONSUMERS * ROWS)) + index).to(gl.int64) * (F.KEPT + 1)
+            own_group = gl.load(own)
         scores = ()
         blocks = ()
         for _ in gl.static_range(SLOTS):
@@ -232,9 +293,11 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
             blocks += (gl.full([ROWS, BLOCKS], topn.NO_BLOCK, gl.int32, COLUMNS),)
         mbarrier.wait(memory.q_bar.index(0), q_phase)
         q = memory.q.index(CONSUMER)
-        for group in range(begin, end):
+        for i_group in range(begin, end):
             c = group * BLOCKS + column
-            next_size = gl.load(size_row + c + BLOCKS, mask=c < (end - 1) * BLOCKS, other=0.0)
+            next_group = group_at(i_group + 1, end, tile, line, call, F)
+            is_next = column < (end - 1 - i_group) * BLOCKS
+            next_size = gl.load(size_row + next_group * BLOCKS + column, mask=is_next, other=0.0)
             best = gl.full([ROWS, BLOCKS], float("-inf"), gl.float32, COLUMNS)
             for _pair in range(STEPS // PAIR):
                 # while the first product's maxima are taken, the second one is formed
@@ -250,11 +313,17 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
                     best = gl.maximum(best, largest_of_blocks(x))
                 turn += PAIR
             is_candidate = (c >= F.INITIAL)[None] & (c[None] < row_end[:, None])
+            if F.KEPT:
+                is_own = own_group == group
+                own += is_own.to(gl.int32)
+                own_group = gl.load(own, mask=is_own, other=own_group)
+                is_candidate &= is_own[:, None]
             score = gl.where(is_candidate, best * size[None], float("-inf"))
             # a column as deep as the top n loses none of it
             columns, c = (scores, blocks, score), gl.broadcast(c[None], score)[0]
             scores, blocks, _lost = topn.insert(columns, score, c)
             size = next_size
+            group = next_group
         hopper.named_barrier("arrive", QUERIES, THREADS)
         q_phase ^= 1
         write(scores, blocks, out, leader_indices, tile, line, first, call, CONSUMER, F)
@@ -262,12 +331,12 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def nsa_topk_largest_sm90(
-    queries, keys, sizes, out, leader_indices, starts, first_token, T, C, GROUPS, TILES, LINES,
-    RANKS, F: gl.constexpr,
+    queries, keys, sizes, kept, out, leader_indices, starts, first_token, T, C, GROUPS, TILES,
+    LINES, RANKS, F: gl.constexpr,
 ):  # fmt: skip
     """One persistent program per multiprocessor: block indices of tiles of leaders of a row and
     ranking head, from their mean queries and the keys of their candidates."""
-    call = Problem(starts, first_token, T, C, GROUPS, TILES, LINES, RANKS)
+    call = Problem(starts, first_token, T, C, GROUPS, TILES, LINES, RANKS, kept)
     memory = Memory(
         hopper.buffers(queries, CONSUMERS), hopper.barriers(1, 1), hopper.buffers(keys, STAGES),
         hopper.barriers(STAGES, 1),
@@ -298,7 +367,7 @@ def is_supported(q: Tensor, config: Any, documents: Any) -> bool:
 
 def select_blocks(
     q: Tensor, ck: Tensor, config: Any, out: Tensor, num_ranked: int, start: int,
-    starts: Tensor | None, leaders: Tensor | None,
+    starts: Tensor | None, leaders: Tensor | None, kept_groups: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As `selection.select_blocks`, of the calls that `is_supported`."""
     (B, T, H, D), (W, K), ranks = q.shape, ck.shape[1:3], out.shape[2]
@@ -307,6 +376,7 @@ def select_blocks(
     F = Settings(
         H // ranks, ranks // K, D, per_block, per_block // 32, config.num_selected_blocks,
         config.num_initial_blocks, max(config.num_local_blocks, 1), d, s, stride, config.causal,
+        0 if kept_groups is None else launch.next_power_of_2(kept_groups.shape[3]),
     )  # fmt: skip
     tiles, lines, scale = cdiv(cdiv(T + stride - 1, stride), TILE), B * ranks, config.scale_of(D)
     keys = ck.new_empty(B * K * groups * F.STEPS * KEYS.value, D, dtype=torch.float16)
@@ -320,10 +390,22 @@ def select_blocks(
         strided(q), queries, starts, first_token=start, T=T, TILES=tiles, RANKS=ranks, F=F,
         num_warps=8,
     )  # fmt: skip
+    kept = None
+    if kept_groups is not None:
+        kept = Kept(*(
+            torch.empty(shape, dtype=torch.int32, device=q.device)
+            for shape in ((lines, tiles), (lines, tiles, groups), (lines, tiles, TILE, F.KEPT + 1))
+        ))  # fmt: skip
+        launcher(nsa_topk_unions, (tiles, lines))(
+            kept_groups, kept, starts, first_token=start, T=T, GROUPS=groups, TILES=tiles,
+            RANKS=ranks, N=kept_groups.shape[3], F=F, BINS=launch.next_power_of_2(groups + 1),
+            num_warps=8,
+        )  # fmt: skip
     programs = min(tiles * lines, launch.multiprocessors(q.device))
     launcher(nsa_topk_largest_sm90, (programs,))(
         queries=launch.gluon_box(queries, [ROWS.value, D]),
-        keys=launch.gluon_box(keys, [KEYS.value, D]), sizes=sizes, out=out, leader_indices=leaders,
-        starts=starts, first_token=start, T=T, C=num_ranked, GROUPS=groups, TILES=tiles,
+        keys=launch.gluon_box(keys, [KEYS.value, D]), sizes=sizes, kept=kept, out=out,
+        leader_indices=leaders, starts=starts, first_token=start, T=T, C=num_ranked, GROUPS=groups,
+        TILES=tiles,
         LINES=lines, RANKS=ranks, F=F, num_warps=4,
     )  # fmt: skip

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...blocks import GROUP
 from ...varlen import Documents
 from ..common import launch
 from ..common import primitives as steps
@@ -36,12 +37,12 @@ from .topn import NO_SCORE, first_window
 # compile-time settings of the kernels that rank. A block has PER_BLOCK keys (of probs: windows),
 # padded to a power of two; with LARGEST they are those of its windows. Of probs: HEADS pads G, a
 # window covers WINDOW tokens; of the others: keys of HALVES, ONE_HALF where mean queries are exact
-# in float16
+# in float16. Candidates lie in GROUPS groups of GROUP blocks of each query, if not 0
 Settings = namedtuple(
     "Settings",
     "G RANKS_PER_KV D BLOCK_D BLOCK_M BLOCK_N COLUMNS DEPTH MERGE_N SLOTS SLOTS_2 PER_BLOCK d s "
     "INITIAL LOCAL STRIDE CAUSAL DOCUMENTS FLIPPED INTERPOLATED ONE_HALF HALVES "
-    "NUM_STAGES_Q LARGEST WINDOW HEADS WARPS WIDE CAP",
+    "NUM_STAGES_Q LARGEST WINDOW HEADS WARPS WIDE CAP GROUPS GROUP",
 )
 # of the kernel that converts keys, BLOCK_C a program
 KeySettings = namedtuple("KeySettings", "D BLOCK_D HALVES FLIPPED BLOCK_C BLOCK_S d s INTERPOLATED")
@@ -142,7 +143,7 @@ def best_blocks(
     """The ranking [M, SLOTS_2] of blocks low .. end - 1, and whether it must be repeated. A step
     scores SLICE keys, of N, of each of CHUNK blocks. With PARTIAL, rows see windows before hi only,
     also inside of candidates; causally they see all windows of candidates."""
-    q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, hi, N = inputs
+    q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, hi, N, groups = inputs
     M: tl.constexpr = end.shape[0]
     WINDOWS: tl.constexpr = F.s // F.d if F.s > F.d else 1
     KEYS: tl.constexpr = WINDOWS if F.LARGEST else 1
@@ -194,13 +195,18 @@ def best_blocks(
         if j0 == F.PER_BLOCK - SLICE:
             c = topn.permute_blocks(c0 + tl.arange(0, CHUNK), COLUMNS)
             candidate = (c[None] >= low[:, None]) & (c[None] < end[:, None])
+            if F.GROUPS > 0:
+                is_kept = candidate & (c < 0)[None]
+                for i in tl.static_range(F.GROUPS):
+                    is_kept |= tl.load(groups + i)[:, None] == (c // F.GROUP)[None]
+                candidate &= is_kept
             running = topn.fold(running, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
     return topn.finish(running, F.SLOTS, F.SLOTS_2, COLUMNS)
 
 
 @triton.jit(do_not_specialize=topn.LENGTHS)
 def nsa_topk_logits(
-    q, keys, sizes, out, leader_indices, starts, documents, first_token, T, C, W, RANKS,
+    q, keys, sizes, groups, out, leader_indices, starts, documents, first_token, T, C, W, RANKS,
     F: tl.constexpr,
 ):  # fmt: skip
     """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, which is
@@ -224,7 +230,9 @@ def nsa_topk_logits(
     N = W if F.LARGEST else C
     first_row = (line // F.RANKS_PER_KV).to(tl.int64) * N
     edge_row = first_row + (lines // F.RANKS_PER_KV).to(tl.int64) * N
-    inputs = q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, hi, N
+    row = (b * T + tl.minimum(tl.maximum(token, 0), T - 1)) * RANKS + r
+    groups += row * F.GROUPS
+    inputs = q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, hi, N, groups
     indices, missed = best_blocks(inputs, F.BLOCK_N, F.COLUMNS, F.DEPTH, F)
     if F.DEPTH < F.SLOTS and F.COLUMNS > 0:  # noqa: SIM102
         if missed > 0:
@@ -395,8 +403,8 @@ def nsa_topk_softmax_mass(
 
 @functools.lru_cache(maxsize=1024)
 def plan(
-    q: Layout, ck: Layout, ranks: int, n: int, num_ranked: int, has_documents: bool, config: Any,
-    _tuning: Any,
+    q: Layout, ck: Layout, ranks: int, n: int, num_ranked: int, has_documents: bool, groups: int,
+    config: Any, _tuning: Any,
 ) -> tuple[Plan, Plan]:  # fmt: skip
     """The launch of a ranking and of its keys' conversion."""
     (B, T, H, D), K, dtype = q.shape, ck.shape[2], q.dtype
@@ -417,7 +425,7 @@ def plan(
         # query heads that a tile loads at once
         NUM_STAGES_Q=4 if tile.block_m * block_d * dtype.itemsize <= 1 << 14 else 1,
         WARPS=tile.num_warps, WIDE=probs and launch.has_wide_offsets(ck),
-        CAP=config.soft_cap is not None,
+        CAP=config.soft_cap is not None, GROUPS=groups, GROUP=GROUP,
     )  # fmt: skip
     options = dict(F=settings, num_warps=tile.num_warps, num_stages=tile.num_stages)
     # of "max" the keys are those of windows, and only the sign of the scale matters
@@ -443,20 +451,23 @@ def select_blocks(
     documents: Documents | None = None,
     leaders: Tensor | None = None,
     lse: Tensor | None = None,
+    groups: Tensor | None = None,
 ) -> None:
     """Write to `out` [B T R n] the block indices of q [B T H D] for ck [B W K D], by the settings
     of `config`, an `AttentionConfig`: the top n of the first `num_ranked` blocks. `leaders` [B R n]
     is the ranking of the first query's group if its leader came before this call. `lse` [B T H] is
-    that of the compressed branch, for importance="probs"."""
+    that of the compressed branch, for importance="probs". Candidates lie in `groups` [B T R n1] of
+    blocks, where these are given."""
     (B, W, K), ranks = ck.shape[:3], out.shape[2]
     if launch.supports_gluon(q):
         from . import largest_sm90
 
         if largest_sm90.is_supported(q, config, documents):
             return largest_sm90.select_blocks(
-                q, ck, config, out, num_ranked, start, starts, leaders
+                q, ck, config, out, num_ranked, start, starts, leaders, groups
             )
-    facts = num_ranked, documents is not None, config, launch.tuning()
+    num_groups = 0 if groups is None else groups.shape[3]
+    facts = num_ranked, documents is not None, num_groups, config, launch.tuning()
     ranking, conversion = plan(layout(q), layout(ck), *out.shape[2:], *facts)
     args: dict[str, Any] = ranking.args | dict(
         q=strided(q), out=out, leader_indices=leaders, starts=starts, documents=documents,
@@ -476,4 +487,18 @@ def select_blocks(
         strided(ck), keys, sizes, None if config.importance == "max" else documents,
         T=0 if documents is None else documents.first.shape[1], W=W, K=K, **conversion.args,
     )  # fmt: skip
-    launcher(nsa_topk_logits, ranking.grid)(keys=keys, sizes=sizes, **args)
+    groups = out if groups is None else groups
+    launcher(nsa_topk_logits, ranking.grid)(keys=keys, sizes=sizes, groups=groups, **args)
+
+
+def select_blocks_in_stages(
+    q: Tensor, ck: Tensor, k: Tensor, config: Any, *, out: Tensor, num_ranked: int,
+    leaders: Tensor | None = None, **places: Any,
+) -> None:  # fmt: skip
+    """As `select_blocks`, by windows ck of groups of blocks first, then by keys k of tokens."""
+    by_groups, by_tokens = config.stages
+    groups = out.new_empty(*out.shape[:3], config.num_selected_groups)
+    most = ck.shape[1] * config.d // by_groups.selection_block_size
+    select_blocks(q, ck, by_groups, out=groups, num_ranked=most, **places)
+    places |= dict(num_ranked=num_ranked, leaders=leaders, groups=groups)
+    select_blocks(q, k, by_tokens, out=out, **places)

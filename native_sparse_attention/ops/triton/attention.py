@@ -457,6 +457,8 @@ def plan_ranking(
         num_ranked = blocks.num_complete_blocks(t.ck.shape[1] * d, d, s)
         if not config.causal:
             num_ranked = blocks.num_blocks(t.k.shape[1] if t.seq_len is None else t.seq_len, s)
+        elif config.num_selected_groups:  # ranked by tokens
+            num_ranked = t.k.shape[1] // s
     if not num_ranked:
         return block_indices.fill_(-1), None
     from ...kernels.flash import flash
@@ -464,15 +466,16 @@ def plan_ranking(
 
     leaders = None if t.leader_indices is None else t.leader_indices.contiguous()
     q, places = t.q if t.cq is None else t.cq, positions(t)
+    places |= dict(out=block_indices, num_ranked=num_ranked, leaders=leaders)
 
     def rank(lse: Tensor | None) -> None:
+        if config.num_selected_groups:
+            selection.select_blocks_in_stages(q, t.ck, t.k, config, **places)
+            return
         if lse is None and config.importance == "probs":
             keys = t._replace(cv=t.ck, mem_v=t.mem_k)
             lse = flash.forward(range_inputs("compressed", keys, config), sinks)[1]
-        selection.select_blocks(
-            q, t.ck, config, out=block_indices, num_ranked=num_ranked, leaders=leaders, lse=lse,
-            **places,
-        )  # fmt: skip
+        selection.select_blocks(q, t.ck, config, lse=lse, **places)
 
     return block_indices, rank
 

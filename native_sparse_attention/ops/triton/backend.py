@@ -81,8 +81,9 @@ def why_not(
         reasons.append(f"queries that rank are {index_dim} wide, at most {MAX_WIDTH}")
     elif q.is_cuda and not reasons:
         reasons += too_large(op, q, group, width, s, index_dim)
-    if n > MAX_SELECTED:
-        reasons.append(f"a query has {n} selected blocks, at most {MAX_SELECTED}")
+    for number, what in ((n, "blocks"), (config.num_selected_groups, "groups of blocks")):
+        if number > MAX_SELECTED:
+            reasons.append(f"a query has {number} selected {what}, at most {MAX_SELECTED}")
     if s > MAX_BLOCK:
         reasons.append(f"selection_block_size is {s}, at most {MAX_BLOCK}")
     if 0 in q.shape:
@@ -93,6 +94,14 @@ def why_not(
             reasons.append(f"branches={branches}, its kernels compute all or the selected one")
         if branches != BRANCHES and config.importance == "probs":
             reasons.append("importance='probs' without the compressed branch")
+        if config.num_selected_groups:
+            group, stride = blocks.GROUP * s, config.selection_stride
+            if s < 4 or s & (s - 1) or s % config.d or group > MAX_BLOCK * config.d or stride > 1:
+                reasons.append(
+                    f"two stages with selection_block_size={s}, windows {config.d} apart and "
+                    f"selection_stride={stride}: they need a power of two of at least 4, which "
+                    f"windows divide, at most {MAX_BLOCK} windows in a group, and stride 1"
+                )
         if config.importance == "max" and windows & (windows - 1):
             reasons.append(f"a block has {windows} windows, needs a power of two")
         if config.dense_length:
@@ -112,7 +121,7 @@ def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor
         window = call.branch("window", config.branches)
         call = call.but(window_k=window.k, window_v=window.v)
     if config.ranks and config.use_diff_topk:
-        ranking = call.ranking_call(config.branches)
+        ranking = call.ranking_call(config)
         indices = select_blocks(ranking, config)
         gates = selection_gates(ranking, config, indices)
         call = call.but(block_indices=indices, gates=gates, leader_indices=None)

@@ -54,6 +54,7 @@ def problem(
         settings["sinks"] = torch.randn(branches, H, device=DEVICE)
     if branches == 1:
         read = ("q", "cq", "k", "v", "ck") if settings["num_selected_blocks"] else ("q", "k", "v")
+        read = ("q", "k", "v", "ck") if settings.get("num_selected_groups") else read
         tensors = {name: tensors[name] for name in read}
         tensors |= dict.fromkeys(("ck", "cv", "branch_gates")) | tensors
     return tensors, dict(settings, lengths=lengths)
@@ -106,6 +107,7 @@ def fresh_plans():
 
 
 ONE = dict(branches=("selected",), memory=0)
+STAGES = dict(importance="max", selection_block_size=4, num_local_blocks=4, N=128)
 TOKENS = dict(importance="max", compress_block_size=1, compress_block_sliding_stride=1)
 CASES = {
     "plain": {},
@@ -154,6 +156,15 @@ CASES = {
     ),
     "index of each head": dict(
         ONE, index=(2, 40), query_heads_share_selected_kv=False, interpolated_importance_score=True
+    ),
+    "two stages, pages": dict(
+        ONE, **STAGES, num_selected_groups=2, page=16, T=3, counts=(3, 1), sinks=True,
+        lengths=(101, 70),
+    ),
+    "two stages, own rankings": dict(
+        ONE, importance="logits", num_local_blocks=4, N=128, num_selected_groups=1, scale=-0.3,
+        query_heads_share_selected_kv=False, num_initial_blocks=1, heads=(4, 2, 24, 16),
+        lengths=(3, 126), integers=torch.int64,
     ),
     "one softmax, no local block": dict(ONE, num_local_blocks=0, scale=-0.4),
     "one softmax, nothing to select": dict(ONE, num_selected_blocks=0, num_local_blocks=2),

@@ -1,0 +1,139 @@
+"""The ranking of a decode step in two stages, in four launches before the step's kernel: scores of
+groups of blocks by their windows, the best groups of each token, scores of the blocks of these by
+their tokens, and the best blocks."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...blocks import GROUP
+from ...ops.call import Call
+from ..common import launch
+from ..common.launch import cdiv, next_power_of_2, strided
+from ..common.precompile import launcher
+from ..common.primitives import candidates_end, load_rows
+from ..topk.topn import NO_BLOCK, NO_SCORE
+from .kv_cache import cache_offsets
+from .step import cache_arguments
+
+# keys of a program of the first stage, and of a tile
+PROGRAM_KEYS, TILE_KEYS = 512, 64
+# more units than a sequence has
+EVERY = tl.constexpr(1 << 30)
+
+# of a stage: heads of a ranking and rankings of a KV head; KEYS a program, in tiles of BLOCK_N, and
+# in each unit that is scored; units of `s` tokens, of which N are kept; those kept of the stage
+# before, each of GROUP units, 0 in the first stage
+Settings = namedtuple(
+    "Settings",
+    "G RANKS_PER_KV D BLOCK_D BLOCK_M KEYS BLOCK_N UNIT LARGEST PER_PAGE d s INITIAL LOCAL N KEPT "
+    "GROUP HAS_COUNTS",
+)
+
+
+@triton.jit
+def candidates_of(cache, line, T, RANKS, F: tl.constexpr):
+    """Sequence, KV head and ranking head of a line, and one past the last unit that its token
+    ranks, 0 for padding."""
+    r, t, b = line % RANKS, line // RANKS % T, (line // RANKS // T).to(tl.int64)
+    length = tl.load(cache.lengths + b).to(tl.int32)
+    end = candidates_end(length + t, EVERY, F.LOCAL, F.d, F.s, True)
+    if F.HAS_COUNTS:
+        end = tl.where(t < tl.load(cache.counts + b), end, 0)
+    return b, t, r, end
+
+
+@triton.jit(do_not_specialize=["T", "RANKS", "COLUMNS"])
+def nsa_decode_scores(q, k, cache, kept, scores, T, RANKS, COLUMNS, sign, F: tl.constexpr):
+    """One program: scores of the units of KEYS keys, or of one group kept, for a token and ranking
+    head: the largest product with a key, or their sum, both summed over the heads."""
+    line, part = tl.program_id(0), tl.program_id(1)
+    b, t, r, end = candidates_of(cache, line, T, RANKS, F)
+    first, UNITS = part * F.KEYS, tl.constexpr(F.KEYS // F.UNIT)
+    if F.KEPT > 0:
+        group = tl.load(kept + line * F.KEPT + part)
+        first = tl.where(group < 0, end * F.UNIT, group * F.KEYS)
+    if first < end * F.UNIT:
+        g = tl.arange(0, F.BLOCK_M)
+        rows = b * q.b + t.to(tl.int64) * q.n + (r * F.G + g) * q.h
+        q_tile = load_rows(q.ptr, rows, F.D, F.BLOCK_D, g < F.G)
+        k_ptr, PER_TILE = k.ptr + r // F.RANKS_PER_KV * k.h, tl.constexpr(F.BLOCK_N // F.UNIT)
+        for step in range(F.KEYS // F.BLOCK_N):
+            n = first + step * F.BLOCK_N + tl.arange(0, F.BLOCK_N)
+            is_key = n < end * F.UNIT
+            offsets = cache_offsets(tl.where(is_key, n, 0), b, k.b, k.n, cache, F.PER_PAGE)
+            k_tile = load_rows(k_ptr, offsets, F.D, F.BLOCK_D, is_key)
+            x = tl.sum(tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee"), 0) * sign
+            x = tl.reshape(x, [PER_TILE, F.UNIT])
+            x = tl.max(x, 1) if F.LARGEST else tl.sum(x, 1)
+            unit = part * UNITS + step * PER_TILE + tl.arange(0, PER_TILE)
+            tl.store(scores + line.to(tl.int64) * COLUMNS + unit, x, mask=unit < COLUMNS)
+
+
+@triton.jit(do_not_specialize=["T", "RANKS", "COLUMNS"])
+def nsa_decode_best(
+    scores, cache, kept, out, T, RANKS, COLUMNS, F: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program: the best units of a token and ranking head, best first; of equal ones the
+    earlier."""
+    line = tl.program_id(0)
+    _, _, _, end = candidates_of(cache, line, T, RANKS, F)
+    i = tl.arange(0, BLOCK)
+    number, is_candidate = i, i < COLUMNS
+    if F.KEPT > 0:
+        group = tl.load(kept + line * F.KEPT + i // F.GROUP, mask=is_candidate, other=-1)
+        number, is_candidate = group * F.GROUP + i % F.GROUP, group >= 0
+    is_candidate &= (number >= F.INITIAL) & (number < end)
+    x = tl.load(scores + line.to(tl.int64) * COLUMNS + i, mask=is_candidate, other=NO_SCORE)
+    for slot in range(F.N):
+        best = tl.max(x, 0)
+        c = tl.min(tl.where(x == best, number, NO_BLOCK), 0)
+        tl.store(out + line * F.N + slot, tl.where(best == NO_SCORE, -1, c))
+        x = tl.where(number == c, NO_SCORE, x)
+
+
+def rank_units(
+    call: Call, keys: Tensor, config: Any, per_page: int, kept: Tensor | None = None
+) -> Tensor:
+    """One stage: int32 [B T R n], the best units of `config`, blocks or groups of them, by keys."""
+    (B, T, H, D), K = call.q.shape, keys.shape[2]
+    s, d, n = config.selection_block_size, config.d, config.num_selected_blocks
+    ranks = K if config.query_heads_share_selected_kv else H
+    pages = 1 if call.page_table is None else call.page_table.shape[1]
+    unit = s // d
+    units = call.k.shape[1] * pages // s if kept is None else GROUP * kept.shape[3]
+    keys_of_program = max(PROGRAM_KEYS, unit) if kept is None else GROUP * unit
+    F = Settings(
+        H // ranks, ranks // K, D, launch.padded(D), launch.padded(H // ranks), keys_of_program,
+        min(keys_of_program, max(TILE_KEYS, unit)), unit, config.importance == "max", per_page, d,
+        s, config.num_initial_blocks, config.num_local_blocks, n,
+        0 if kept is None else kept.shape[3], GROUP, call.counts is not None,
+    )  # fmt: skip
+    lines, cache = B * T * ranks, cache_arguments(call.lengths, call.counts, call.page_table)
+    scores = call.q.new_empty(lines, units, dtype=torch.float32)
+    out = call.lengths.new_empty(B, T, ranks, n, dtype=torch.int32)
+    kept, scale = out if kept is None else kept, config.scale_of(D)
+    common = dict(T=T, RANKS=ranks, COLUMNS=units, F=F)
+    parts = cdiv(units * unit, keys_of_program)
+    launcher(nsa_decode_scores, (lines, parts))(
+        strided(call.q), strided(keys), cache, kept, scores,
+        sign=float((scale > 0) - (scale < 0)), **common,
+    )  # fmt: skip
+    launcher(nsa_decode_best, (lines,))(
+        scores, cache, kept, out, BLOCK=max(2, next_power_of_2(units)), **common
+    )
+    return out
+
+
+def rank(call: Call, config: Any) -> Tensor:
+    """Block indices [B T R n] of the new tokens; -1 for padding."""
+    by_groups, by_tokens = config.stages
+    page = 0 if call.page_table is None else call.k.shape[1]
+    groups = rank_units(call, call.ck, by_groups, page // config.d)
+    return rank_units(call, call.k, by_tokens, page, groups)
