@@ -83,6 +83,14 @@ def draw_layer(T, heads, **settings):
         ("selected", dict(heads=(8, 2, 128, 128)), KEY_MAJOR),
         ("selected", dict(heads=(4, 4, 64, 64), place=(64, 448)), KEY_MAJOR),
         ("selected", dict(heads=(16, 1, 128, 128), num_local_blocks=8), FLASH),
+        ("window", dict(heads=(16, 1, 64, 64), place=(2100, 2100)), FLASH),
+        ("window", dict(heads=(32, 8, 64, 64), place=(700, 700)), FLASH),
+        ("window", dict(heads=(8, 8, 64, 64), place=(193, 257)), FLASH),
+        ("window", dict(heads=(12, 3, 64, 64), place=(64, 700), sliding_window_size=600), FLASH),
+        ("compressed", dict(heads=(12, 3, 64, 64), place=(130, 830)), {"flash.forward": 1}),
+        ("compressed", dict(heads=(32, 8, 64, 64), place=(2100, 2100), memory=0), FLASH),
+        ("selected", dict(heads=(16, 1, 64, 64), num_local_blocks=8), FLASH),
+        ("selected", dict(heads=(4, 1, 64, 64), place=(700, 700), num_local_blocks=8), FLASH),
     ],
     ids=str,
 )  # fmt: skip
@@ -93,10 +101,11 @@ def test_launched(launches, branch, case, expected, dtype):
         assert launches.get(name, 0) >= count, launches
 
 
+@pytest.mark.parametrize("width", [128, 64])
 @pytest.mark.parametrize("w", [255, 63])
-def test_launched_by_a_layer(launches, w):
+def test_launched_by_a_layer(launches, w, width):
     """A window that contains the local blocks reads them too."""
-    tensors, d_out, settings = draw_layer(1024, (32, 2, 128, 128), sliding_window_size=w)
+    tensors, d_out, settings = draw_layer(1024, (32, 2, width, width), sliding_window_size=w)
     none = dict.fromkeys(("flash_sm90", "key_major_sm90", "union_sm90"), False)
     layer(tensors, d_out, none, **settings)
     assert launches == {}
@@ -144,6 +153,22 @@ def test_neighbours_that_are_alike(launches, H, rule, often):
     with launch.using({"union": rule}):
         assert_right(call.op, call.tensors, BF16, **call.settings)
     assert launches["key_major.backward"] == 1
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("w", [255, 63])
+@pytest.mark.parametrize("heads", [(16, 1, 128, 128), (16, 1, 64, 64), (32, 8, 64, 64)])
+def test_layer_by_flash(launches, heads, w, dtype):
+    """Gradients of the window and of the local blocks within it, as by the portable kernels."""
+    drawn = draw_layer(900, heads, sliding_window_size=w)
+    tensors, d_out = [t.detach().to(dtype).requires_grad_() for t in drawn[0]], drawn[1].to(dtype)
+    portable = layer(tensors, d_out, {"flash_sm90": False}, **drawn[2])
+    assert launches.keys().isdisjoint(FLASH)
+    found = layer(tensors, d_out, {"flash_sm90": True}, **drawn[2])
+    assert launches.keys() >= FLASH.keys()
+    for one, other in zip(found, portable, strict=True):
+        error = (one.float() - other.float()).norm() / other.float().norm()
+        assert error <= torch.finfo(BF16).eps
 
 
 @pytest.mark.parametrize(

@@ -41,15 +41,11 @@ from ..common.primitives import BEHIND, CAUSAL_WINDOW, LARGEST_BOUND, LOCAL_BLOC
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a consumer
 KEYS = gl.constexpr(64)  # of a block
-# width of heads. For 64, ptxas 12.8 overwrites registers of d_out that the dq loop reads again
-D = gl.constexpr(128)
-# layouts of logits [ROWS, KEYS], of their rows, and of accumulators [ROWS, D]
+# layouts of logits [ROWS, KEYS] and of their rows
 LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 16]))
 ROW = gl.constexpr(gl.SliceLayout(1, LOGITS.value))
-ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D.value, 16]))
-# left operands from registers: of products with keys or queries, and with values
+# left operands of logits, from registers
 QUERY = gl.constexpr(gl.DotOperandLayout(0, LOGITS.value, 2))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
 THREADS = gl.constexpr(32 * (4 * CONSUMERS + 1))
 
 # named barriers after those of the stages: consumers release the queries; the dq buffer
@@ -80,11 +76,23 @@ TileRows = namedtuple(
 ForwardRows = namedtuple("ForwardRows", "lse inner_lse norms")
 # compile-time settings of the three kernels
 Settings = namedtuple(
-    "Settings", "K G STAGES KIND STRIDE INNER INNER_STRIDE PREFIX BOUNDED GATED ADD REGISTERS"
+    "Settings", "K G D STAGES KIND STRIDE INNER INNER_STRIDE PREFIX BOUNDED GATED ADD REGISTERS"
 )
 
 # one compiled kernel for all lengths
 LENGTHS = ["start", "T", "N", "P", "tiles", "B", "each"]
+
+
+@gluon.constexpr_function
+def accumulator(width):
+    """Layout of accumulators [ROWS, width]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+
+
+@gluon.constexpr_function
+def left_operand(layout):
+    """Layout in registers of a left operand, for a product that adds to accumulators."""
+    return gl.DotOperandLayout(0, layout, 2)
 
 
 @gluon.jit
@@ -202,7 +210,7 @@ def read_rows(t, smem, bar, b, token, head):
 def produce(boxes, call, memory, F: gl.constexpr, BACKWARD: gl.constexpr):
     """The producer warp: loads a tile's queries, its KV blocks and a prefix. BACKWARD: also
     d_out and, with ADD, dq after the blocks."""
-    BYTES: gl.constexpr = CONSUMERS * ROWS * D * 2
+    BYTES: gl.constexpr = CONSUMERS * ROWS * F.D * 2
     TOKENS: gl.constexpr = CONSUMERS * ROWS // F.G
     q_bar = memory.q_bar.index(0)
     turn = 0
@@ -223,7 +231,7 @@ def produce(boxes, call, memory, F: gl.constexpr, BACKWARD: gl.constexpr):
             if turn >= F.STAGES:
                 hopper.named_barrier("sync", slot, THREADS)
             bar = memory.full.index(slot)
-            mbarrier.expect(bar, KEYS * D * 4)
+            mbarrier.expect(bar, KEYS * F.D * 4)
             is_prefix = False
             if F.PREFIX:
                 is_prefix = j >= num_local + num_outer
@@ -254,6 +262,8 @@ def process_blocks(
 ):  # fmt: skip
     """Fold `count` blocks into a running softmax; see `primitives.scaled_step`."""
     STAGES: gl.constexpr = memory.k.shape[0]
+    ACC: gl.constexpr = acc.type.layout
+    D: gl.constexpr = acc.shape[1]
     zero = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
     for j in range(0, count):
         slot = turn % STAGES
@@ -276,7 +286,7 @@ def process_blocks(
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
         l += gl.sum(p, 1)
         v_tile = memory.v.index(slot).reshape([KEYS, D])
-        left = gl.convert_layout(p.to(memory.k.dtype), LEFT)
+        left = gl.convert_layout(p.to(memory.k.dtype), left_operand(ACC))
         acc = warpgroup_mma(left, v_tile, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         hopper.named_barrier("arrive", slot, THREADS)
@@ -297,11 +307,21 @@ def measured_from(q, key_norm, scale_log2, keys, real, m):
 
 
 @gluon.jit
+def keep(operand, smem, call):
+    """Use a left operand in registers after the loop that multiplies it, for a T that no call has.
+    At width 64 ptxas 12.8 would otherwise give its registers to the probabilities, which are as
+    many: it misses that the next iteration reads them again."""
+    if operand.shape[1] == 64:  # noqa: SIM102
+        if call.T < 0:
+            smem.reshape(operand.shape).store(operand)
+
+
+@gluon.jit
 def write(out, lse, smem, acc, m, l, corner, row, real):
     """Write out and natural lse of a consumer's rows."""
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
-    inverse_l = gl.convert_layout(1.0 / l, gl.SliceLayout(1, ACC))
+    inverse_l = gl.convert_layout(1.0 / l, gl.SliceLayout(1, acc.type.layout))
     tma.store_wait(0)  # the previous contents are written
     smem.reshape(acc.shape).store((acc * inverse_l[:, None]).to(smem.dtype))
     fence_async_shared()
@@ -313,6 +333,8 @@ def write(out, lse, smem, acc, m, l, corner, row, real):
 @gluon.jit
 def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
     """One consumer warpgroup. Of two code paths, with and without row bounds, one has no blocks."""
+    D: gl.constexpr = F.D
+    ACC: gl.constexpr = accumulator(D)
     i, scale_log2, floor = gl.arange(0, ROWS, ROW), call.scale, call.inner_floor
     turn = 0
     if F.BOUNDED:
@@ -385,6 +407,7 @@ def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.co
                 )  # fmt: skip
         if not F.INNER:
             write(out, rows.lse, smem, acc, m, l, corner, x.row, x.real)
+        keep(q, smem, call)
     tma.store_wait(0)
 
 
@@ -421,6 +444,8 @@ def process_dq_blocks(
     """Add the contribution of `count` blocks to dq. BOTH: of both softmaxes; the other one covers
     the keys from `other_lo` on."""
     STAGES: gl.constexpr = memory.k.shape[0]
+    ACC: gl.constexpr = acc.type.layout
+    D: gl.constexpr = acc.shape[1]
     zero = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
     for j in range(0, count):
         slot = turn % STAGES
@@ -440,7 +465,7 @@ def process_dq_blocks(
             s = gl.where(n[None] >= other_lo[:, None], s, float("-inf"))
             p = hopper.probabilities(s, scale_log2, other_lse[:, None], other_delta[:, None], GATED)
             ds += p * (dp - other_delta[:, None])
-        left = gl.convert_layout(ds.to(memory.k.dtype), LEFT)
+        left = gl.convert_layout(ds.to(memory.k.dtype), left_operand(ACC))
         acc = warpgroup_mma(left, k_tile, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         hopper.named_barrier("arrive", slot, THREADS)
@@ -466,6 +491,8 @@ def load_lse_delta(iteration, i, call, rows, CONSUMER: gl.constexpr, F: gl.const
 def consume_dq(dq, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
     """One consumer warpgroup."""
     TOKENS: gl.constexpr = CONSUMERS * ROWS // F.G
+    D: gl.constexpr = F.D
+    ACC: gl.constexpr = accumulator(D)
     i, scale_log2 = gl.arange(0, ROWS, ROW), call.scale * 1.4426950408889634
     turn = 0
     next_rows = load_lse_delta(0, i, call, rows, CONSUMER, F)
@@ -515,11 +542,13 @@ def consume_dq(dq, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
                 prefix_hi, lo, 0, prefix_all_hi, scale_log2, False, F.GATED,
             )  # fmt: skip
         smem = memory.out.index(CONSUMER)
+        keep(q, smem, call)
+        keep(d_out, smem, call)
         acc = acc * call.scale
         if F.ADD:
             mbarrier.wait(memory.out_bar.index(0), iteration & 1)
-            acc += smem.reshape([ROWS, D]).load(ACC).to(gl.float32)
-        smem.reshape([ROWS, D]).store(acc.to(smem.dtype))
+            acc += smem.reshape(acc.shape).load(acc.type.layout).to(gl.float32)
+        smem.reshape(acc.shape).store(acc.to(smem.dtype))
         fence_async_shared()
         hopper.store_box(dq, [x.b, x.token, x.h * F.G, 0], smem)
     tma.store_wait(0)
@@ -601,7 +630,7 @@ def produce_dkv(q, d_out, k, v, rows, T, n0, b, h, begin, end, memory, F: gl.con
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     TOKENS: gl.constexpr = ROWS // F.G
     row = gl.arange(0, ROWS, LANES)
-    mbarrier.expect(memory.kv_bar.index(0), CONSUMERS * KEYS * D * 4)
+    mbarrier.expect(memory.kv_bar.index(0), CONSUMERS * KEYS * F.D * 4)
     for consumer in gl.static_range(CONSUMERS):
         corner = [b, n0 + consumer * KEYS, h, 0]
         hopper.load_box(k, corner, memory.kv_bar.index(0), memory.k.index(consumer))
@@ -612,7 +641,7 @@ def produce_dkv(q, d_out, k, v, rows, T, n0, b, h, begin, end, memory, F: gl.con
         if i >= F.STAGES:
             hopper.named_barrier("sync", slot, THREADS)
         bar = memory.full.index(slot)
-        mbarrier.expect(bar, ROWS * D * 4)
+        mbarrier.expect(bar, ROWS * F.D * 4)
         corner = [b, tile * TOKENS, h * F.G, 0]
         hopper.load_box(q, corner, bar, memory.q.index(slot))
         hopper.load_box(d_out, corner, bar, memory.d_out.index(slot))
@@ -681,6 +710,7 @@ def accumulate(
         local_p = hopper.probabilities(s, scale_log2, lse[None], delta[None], F.GATED)
         p += local_p
         ds += local_p * (dp - delta[None])
+    LEFT: gl.constexpr = left_operand(dk.type.layout)
     dv = warpgroup_mma(gl.convert_layout(p.to(dtype), LEFT), do_tile, dv, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds.to(dtype), LEFT), q_tile, dk, is_async=True)
     return warpgroup_mma_wait(0, deps=[dk, dv])
@@ -689,6 +719,8 @@ def accumulate(
 @gluon.jit
 def consume_dkv(dk, dv, n0, b, h, tiles, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
     """One consumer warpgroup."""
+    D: gl.constexpr = F.D
+    ACC: gl.constexpr = accumulator(D)
     begin, end, full_tile, full_end = tiles
     N, B = call.N, call.B
     scale_log2 = call.scale * 1.4426950408889634
@@ -757,6 +789,7 @@ def nsa_flash_dkv_sm90(
 
 
 KERNELS = {"forward": nsa_flash_fwd_sm90, "dq": nsa_flash_dq_sm90, "dkv": nsa_flash_dkv_sm90}
+WIDTHS = (64, 128)  # of heads
 # stages of the ring buffer, and registers per consumer thread
 STAGES, REGISTERS = {"forward": 4, "dq": 3, "dkv": 3}, 240
 # a forward with one softmax: registers per consumer thread and on average, so that programs of
@@ -785,7 +818,7 @@ def is_supported(kernel: str, call: Any) -> bool:
     kinds = kv_range.kind in (BEHIND.value, CAUSAL_WINDOW.value, LOCAL_BLOCKS.value)
     plain = not (kv_range.starts or kv_range.documents or kv_range.soft_cap)
     nested = inner is None or (not inner.starts and kv_range.kind == CAUSAL_WINDOW.value)
-    sizes = q.dtype.itemsize == 2 and q.shape[-1] == v.shape[-1] == D.value
+    sizes = q.dtype.itemsize == 2 and q.shape[-1] == v.shape[-1] in WIDTHS
     whole = 0 < call.groups <= ROWS.value and ROWS.value % call.groups == 0
     if forced is False or tiled or not (kinds and plain and nested and sizes and whole):
         return False
@@ -806,9 +839,9 @@ def plan(kernel: str, call: Any, bounded: bool, gated: bool, add: bool) -> Plan:
     if kernel == "forward" and inner is None:
         options["maxnreg"], registers = AVERAGE_REGISTERS, FEWER_REGISTERS
     settings = Settings(
-        K, call.groups, STAGES[kernel], kv_range.kind, kv_range.stride, inner is not None,
-        1 if inner is None else inner.stride, call.prefix is not None, bounded, gated, add,
-        registers,
+        K, call.groups, call.q.shape[-1], STAGES[kernel], kv_range.kind, kv_range.stride,
+        inner is not None, 1 if inner is None else inner.stride, call.prefix is not None, bounded,
+        gated, add, registers,
     )  # fmt: skip
     if kernel == "dkv":
         blocks, most = cdiv(N, 2 * KEYS.value), kv_range.reach + 2 * KEYS.value
@@ -844,7 +877,7 @@ def run(kernel: str, launch_plan: Plan, inputs: Any, **args: Any) -> None:
         queries["d_out"] = args["rows"].d_out
     if kernel == "dq":
         queries["dq"] = args["dq"]
-    groups, width = launch_plan.args["F"].G, D.value
+    groups, width = launch_plan.args["F"].G, q.shape[-1]
     query_box, key_box = [1, ROWS.value // groups, groups, width], [1, KEYS.value, 1, width]
     args |= {name: launch.gluon_box(t, query_box) for name, t in queries.items()}
     args["k"], args["v"] = (launch.gluon_box(t, key_box) for t in (k, v))
