@@ -265,6 +265,10 @@ def decode(capability):
     for width in (16, 64, 256):
         step(BF16, many, page=256, I=width, T=width // 16, **sizes)
     step(FP32, many, I=32, **sizes, **TOKENS)
+    stages = dict(sizes, num_selected_groups=16, causal=True, branches=("selected",))
+    stages |= dict(compress_block_size=16, compress_block_sliding_stride=16)
+    step(BF16, many, page=256, counted=True, importance="max", **stages)
+    step(FP32, many, importance="logits", query_heads_share_selected_kv=False, **stages)
     for dtype in (BF16, FP32):
         step(dtype, many, page=256, **sizes, **TOKENS)
     for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):

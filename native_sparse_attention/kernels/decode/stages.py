@@ -55,7 +55,9 @@ def nsa_decode_scores(q, k, cache, kept, scores, T, RANKS, COLUMNS, sign, F: tl.
     head: the largest product with a key, or their sum, both summed over the heads."""
     line, part = tl.program_id(0), tl.program_id(1)
     b, t, r, end = candidates_of(cache, line, T, RANKS, F)
-    first, UNITS = part * F.KEYS, tl.constexpr(F.KEYS // F.UNIT)
+    UNITS: tl.constexpr = F.KEYS // F.UNIT
+    PER_TILE: tl.constexpr = F.BLOCK_N // F.UNIT
+    first = part * F.KEYS
     if F.KEPT > 0:
         group = tl.load(kept + line * F.KEPT + part)
         first = tl.where(group < 0, end * F.UNIT, group * F.KEYS)
@@ -63,7 +65,7 @@ def nsa_decode_scores(q, k, cache, kept, scores, T, RANKS, COLUMNS, sign, F: tl.
         g = tl.arange(0, F.BLOCK_M)
         rows = b * q.b + t.to(tl.int64) * q.n + (r * F.G + g) * q.h
         q_tile = load_rows(q.ptr, rows, F.D, F.BLOCK_D, g < F.G)
-        k_ptr, PER_TILE = k.ptr + r // F.RANKS_PER_KV * k.h, tl.constexpr(F.BLOCK_N // F.UNIT)
+        k_ptr = k.ptr + r // F.RANKS_PER_KV * k.h
         for step in range(F.KEYS // F.BLOCK_N):
             n = first + step * F.BLOCK_N + tl.arange(0, F.BLOCK_N)
             is_key = n < end * F.UNIT
