@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from native_sparse_attention import decode_attention
+from native_sparse_attention.blocks import GROUP
 
 from . import attention, common, oracle, problem
 from .attention import BASELINE, CHECK_LENGTH, PAGE
@@ -176,8 +177,10 @@ class OneSoftmax(Ours):
         return [oracle.chosen(c.s, c.n, c.initial, c.local)]
 
     def bytes(self, step: Step) -> int:
-        """The key of every window, and some of the tokens."""
-        keys = bytes_of(step, step.positions[-1] // step.setting.d) - bytes_of(step, 0)
+        """The key of every window, of tokens in groups that are kept, and some of the tokens."""
+        c, last = step.setting, step.positions[-1]
+        ranked = last // c.d + min(c.groups * GROUP * c.s, last)
+        keys = bytes_of(step, ranked) - bytes_of(step, 0)
         keys //= 2 * (step.setting.K if self.form.index else 1)
         return keys + bytes_of(step, tokens_read(step))
 

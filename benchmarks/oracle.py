@@ -16,10 +16,13 @@ i query, j key, r rows that are checked, g query heads of one KV head, c blocks
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from native_sparse_attention.blocks import GROUP
 
 from .common import WrongResult
 from .problem import Setting, Tensors
@@ -288,32 +291,65 @@ def block_scores(setting: Setting, importance: str, q: Tensor, ck: Tensor, i: Te
     return sim @ block_weights(setting, importance, len(ck), sim)
 
 
+def blocks_of_groups(
+    setting: Setting, importance: str, share: Tensors, i: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Which blocks [r c] a first stage may keep, for queries at positions i, and which it must:
+    those of the best groups, but for near ties. The last blocks, of no whole group, are none."""
+    c = setting
+    c = replace(c, s=GROUP * c.s, n=c.groups, initial=c.initial // GROUP, local=c.local // GROUP)
+    exact = block_scores(c, importance, share["q"].double(), share["ck"].double(), i)
+    low = block_scores(c, importance, share["q"], share["ck"], i).double()
+    group = torch.arange(exact.shape[1], device=i.device)
+    candidate = (group >= c.initial) & (group <= (i // c.s - c.local)[:, None])
+    slack = 4 * (low - exact).abs().max() + 1e-5 * exact.abs().max()
+    masked = exact.masked_fill(~candidate, float("-inf"))
+    last = masked.topk(min(c.n, masked.shape[1]), dim=1).values[:, -1:]
+    next_one = masked.topk(min(c.n + 1, masked.shape[1]), dim=1).values[:, -1:]
+    is_few = candidate.sum(1, keepdim=True) <= c.n
+    may, must = (masked >= last - slack), is_few | (masked > next_one + slack)
+    missing = len(share["k"]) // setting.s - GROUP * len(group)
+    may, must = (
+        functional.pad((t & candidate).repeat_interleave(GROUP, 1), (0, missing))
+        for t in (may, must)
+    )
+    return may, must
+
+
 def check_ranking(
     setting: Setting, importance: str, x: Tensors, indices: Tensor, rows: Tensor
 ) -> None:
     """The chosen blocks are candidates, distinct, as many as there can be, and none that was left
     out scores higher by more than twice the budget of a score. Raises WrongResult: a selection that
     breaks one of these."""
-    c = setting
-    i = rows - rows % c.stride
-    for h in range(c.K):
+    i, rule = rows - rows % setting.stride, importance
+    for h in range(setting.K):
+        c, importance = setting, rule
         asks = x.get("cq", x["q"])
         share = of_head({"q": asks.detach(), "ck": x["ck"].detach()}, h, i)
+        if c.groups:
+            share["k"] = of_head({"k": x["k"].detach()}, h, i)["k"]
+            may, must = blocks_of_groups(c, importance, share, i)
+            c, importance, share["ck"] = replace(setting, l=1, d=1), "max", share["k"]
         exact = block_scores(c, importance, share["q"].double(), share["ck"].double(), i)
         low = block_scores(c, importance, share["q"], share["ck"], i).double()
         block = torch.arange(exact.shape[1], device=i.device)
         candidate = (block >= c.initial) & (block <= (i // c.s - max(c.local, 1))[:, None])
+        required = candidate
+        if c.groups:
+            candidate, required = candidate & may, candidate & must
         slots = indices[0, rows, h].long()
         picks = torch.zeros(len(i), exact.shape[1] + 1, dtype=torch.int64, device=i.device)
         inside = torch.where((slots >= 0) & (slots <= exact.shape[1]), slots, exact.shape[1])
         picks.scatter_add_(1, inside, (slots >= 0).long())
         if (picks[:, :-1] > candidate).any() or picks[:, -1].any():
             raise WrongResult("a selected block is forced, not in the past, or selected twice")
-        if (picks.sum(1) != candidate.sum(1).clamp(max=c.n)).any():
+        count, most = (t.sum(1).clamp(max=c.n) for t in (required, candidate))
+        if ((picks.sum(1) < count) | (picks.sum(1) > most)).any():
             raise WrongResult("fewer blocks are selected than could be")
         chosen_blocks = picks[:, :-1] > 0
         worst_in = exact.masked_fill(~chosen_blocks, float("inf")).amin(1)
-        best_out = exact.masked_fill(chosen_blocks | ~candidate, float("-inf")).amax(1)
+        best_out = exact.masked_fill(chosen_blocks | ~required, float("-inf")).amax(1)
         sizes = (t.masked_fill(~candidate, 0.0).abs().max() for t in (low - exact, exact))
         slack = 4 * next(sizes) + 1e-5 * next(sizes)
         if (best_out > worst_in + slack).any():

@@ -86,6 +86,7 @@ class Rule:
     d: int = 0
     per_head: bool = False
     stride: int = 1  # tokens that share a ranking
+    groups: int = 0  # that a first stage keeps, of 4 blocks
 
     @property
     def keys(self) -> int | None:
@@ -121,6 +122,8 @@ def grid(sizes: Sequence[int] = SIZES, tokens: tuple[int, int, int] = TOKENS) ->
         rules += [Rule(name, *blocks, l, d) for name, l, d in forms]
         rules += [Rule(name, *blocks, l, d, True) for name, l, d in forms[1:3]]
         rules += [Rule("max", *blocks, 1, 1, stride=R) for R in (4, 16) if s % R == 0]
+        if local % 4 == 0 and s >= 16:
+            rules += [Rule("max", *blocks, 16, 16, groups=n1) for n1 in (8, 16)]
     return tuple(rules)
 
 
@@ -176,6 +179,7 @@ def settings_of(rule: Rule) -> Row:
         importance=rule.name,
         query_heads_share_selected_kv=not rule.per_head,
         selection_stride=rule.stride,
+        num_selected_groups=rule.groups,
     )
 
 
@@ -184,7 +188,8 @@ def choose(rule: Rule, q: Tensor, k: Tensor, offset: int = 0) -> Tensor:
     if rule.name == "oracle":
         return oracle_blocks(rule, q, k, offset)
     ck = k if rule.l == 1 else pooled(k, rule.l, rule.d)
-    return nsa.select_blocks(q, ck, q_offset=offset, seq_len=k.shape[1], **settings_of(rule))
+    tokens = dict(k=k) if rule.groups else dict(seq_len=k.shape[1])
+    return nsa.select_blocks(q, ck, q_offset=offset, **tokens, **settings_of(rule))
 
 
 def attend(rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -349,6 +354,7 @@ def title(row: Row) -> str:
         name += ", tokens" if l == d == 1 else f", means of {l}" + (f" every {d}" if d != l else "")
     name += ", per head" if row["per_head"] else ""
     name += f", one ranking for {row['stride']}" if row.get("stride", 1) > 1 else ""
+    name += f", tokens of {row['groups']} groups" if row.get("groups") else ""
     return f"{name}; {row['initial']} + {row['local']} + {row['n']} of {row['s']}"
 
 
@@ -419,7 +425,12 @@ def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
 
 
 BENCHMARK = common.Benchmark(
-    "pretrained", __doc__, options, run, ("text", "T", "rule", "s", "l", "per_head"), TABLES
+    "pretrained",
+    __doc__,
+    options,
+    run,
+    ("text", "T", "rule", "s", "l", "groups", "per_head"),
+    TABLES,
 )
 main = BENCHMARK.main
 

@@ -29,6 +29,7 @@ class Setting:
     local: int = 2
     w: int = 511
     stride: int = 1
+    groups: int = 0  # of 4 blocks, that a first stage of ranking keeps
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -48,6 +49,7 @@ class Setting:
             selection_block_size=self.s,
             num_selected_blocks=self.n,
             selection_stride=self.stride,
+            num_selected_groups=self.groups,
             **self.forced,
         )
 

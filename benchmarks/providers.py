@@ -167,6 +167,7 @@ class Form:
     """One softmax over 1 initial, 8 local and 8 ranked blocks (fewer at the sizes of a CPU).
 
     windows:  l and d; windows are means of keys
+    groups:   that a first stage keeps by windows; their blocks rank by tokens
     index:    ranked by queries of its own, one for each KV head, and by keys of one head
     preset:   the blocks of `NSAConfig.preset` for the length
     """
@@ -175,14 +176,17 @@ class Form:
     windows: tuple[int, int]
     index: bool = False
     preset: bool = False
+    groups: int = 0
 
     def sized(self, setting: Setting) -> Setting:
         (l, d), n = self.windows, min(8, setting.n)
-        sizes: dict[str, Any] = dict(s=setting.s, n=n, initial=1, local=n)
+        local = max(4, n // 4 * 4) if self.groups else n
+        sizes: dict[str, Any] = dict(s=setting.s, n=n, initial=1, local=local)
         if self.preset and n == 8:
             blocks = preset("one-softmax", setting.T)
             sizes = {short: blocks[name] for short, name in BLOCKS.items()}
-        return dataclasses.replace(setting, l=l, d=d, w=0, **sizes)
+        groups = min(self.groups, setting.n)
+        return dataclasses.replace(setting, l=l, d=d, w=0, groups=groups, **sizes)
 
 
 class OneSoftmax(Ours):
@@ -220,6 +224,7 @@ ONE_SOFTMAX: dict[str, Form] = {
     "one-softmax-max4": Form("max", (4, 4)),
     "one-softmax-max": Form("max", (1, 1)),
     "one-softmax-index": Form("max", (32, 16), index=True),
+    "one-softmax-stages": Form("max", (16, 16), groups=16),
     "one-softmax-preset": Form("max", (1, 1), preset=True),
 }
 

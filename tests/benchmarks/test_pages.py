@@ -16,8 +16,8 @@ MODULES = {name: importlib.import_module(f"benchmarks.{name}") for name in NAMES
 FAST = ["--seconds", "1e-4"]
 # module, options, fields of every row that was measured, how many rows were
 QUICK = [
-    ("attention", [*FAST, "--parts", "--agreement", "4"], ["p50_ms", "tflops"], 54),
-    ("decode", [*FAST, "--new", "1", "2"], ["p50_us", "gbps", "error_share"], 18),
+    ("attention", [*FAST, "--parts", "--agreement", "4"], ["p50_ms", "tflops"], 58),
+    ("decode", [*FAST, "--new", "1", "2"], ["p50_us", "gbps", "error_share"], 20),
     ("distillation", [], ["loss", "above", "found"], 6),
     pytest.param("generation", [], ["prefill_ms", "dynamic_over_sdpa"], 7, marks=pytest.mark.slow),
     (

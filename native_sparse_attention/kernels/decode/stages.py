@@ -22,18 +22,18 @@ from ..topk.topn import NO_BLOCK, NO_SCORE
 from .kv_cache import cache_offsets
 from .step import cache_arguments
 
-# keys of a program of the first stage, and of a tile
-PROGRAM_KEYS, TILE_KEYS = 512, 64
+# keys of a program of the first stage; units of which one warp takes the best without a barrier
+PROGRAM_KEYS, ONE_WARP = 64, 512
 # more units than a sequence has
 EVERY = tl.constexpr(1 << 30)
 
-# of a stage: heads of a ranking and rankings of a KV head; KEYS a program, in tiles of BLOCK_N, and
-# in each unit that is scored; units of `s` tokens, of which N are kept; those kept of the stage
-# before, each of GROUP units, 0 in the first stage
+# of a stage: heads of a ranking and rankings of a KV head; keys of a program, and of each unit that
+# is scored; units of `s` tokens, of which N are kept; how many were kept by the stage before, each
+# of GROUP units, 0 in the first stage
 Settings = namedtuple(
     "Settings",
-    "G RANKS_PER_KV D BLOCK_D BLOCK_M KEYS BLOCK_N UNIT LARGEST PER_PAGE d s INITIAL LOCAL N KEPT "
-    "GROUP HAS_COUNTS",
+    "G RANKS_PER_KV D BLOCK_D BLOCK_M KEYS UNIT LARGEST PER_PAGE d s INITIAL LOCAL N KEPT GROUP "
+    "HAS_COUNTS",
 )
 
 
@@ -51,31 +51,31 @@ def candidates_of(cache, line, T, RANKS, F: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "RANKS", "COLUMNS"])
 def nsa_decode_scores(q, k, cache, kept, scores, T, RANKS, COLUMNS, sign, F: tl.constexpr):
-    """One program: scores of the units of KEYS keys, or of one group kept, for a token and ranking
-    head: the largest product with a key, or their sum, both summed over the heads."""
+    """One program: scores of the units of KEYS keys, of those kept where some were, for a token and
+    ranking head: the largest product with a key, or their sum, both summed over the heads."""
     line, part = tl.program_id(0), tl.program_id(1)
     b, t, r, end = candidates_of(cache, line, T, RANKS, F)
     UNITS: tl.constexpr = F.KEYS // F.UNIT
-    PER_TILE: tl.constexpr = F.BLOCK_N // F.UNIT
-    first = part * F.KEYS
+    first_unit = part * UNITS
+    first = first_unit
     if F.KEPT > 0:
-        group = tl.load(kept + line * F.KEPT + part)
-        first = tl.where(group < 0, end * F.UNIT, group * F.KEYS)
+        group = tl.load(kept + line * F.KEPT + first_unit // F.GROUP)
+        first = tl.where(group < 0, end, group * F.GROUP + first_unit % F.GROUP)
+    first *= F.UNIT
     if first < end * F.UNIT:
         g = tl.arange(0, F.BLOCK_M)
         rows = b * q.b + t.to(tl.int64) * q.n + (r * F.G + g) * q.h
         q_tile = load_rows(q.ptr, rows, F.D, F.BLOCK_D, g < F.G)
         k_ptr = k.ptr + r // F.RANKS_PER_KV * k.h
-        for step in range(F.KEYS // F.BLOCK_N):
-            n = first + step * F.BLOCK_N + tl.arange(0, F.BLOCK_N)
-            is_key = n < end * F.UNIT
-            offsets = cache_offsets(tl.where(is_key, n, 0), b, k.b, k.n, cache, F.PER_PAGE)
-            k_tile = load_rows(k_ptr, offsets, F.D, F.BLOCK_D, is_key)
-            x = tl.sum(tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee"), 0) * sign
-            x = tl.reshape(x, [PER_TILE, F.UNIT])
-            x = tl.max(x, 1) if F.LARGEST else tl.sum(x, 1)
-            unit = part * UNITS + step * PER_TILE + tl.arange(0, PER_TILE)
-            tl.store(scores + line.to(tl.int64) * COLUMNS + unit, x, mask=unit < COLUMNS)
+        n = first + tl.arange(0, F.KEYS)
+        is_key = n < end * F.UNIT
+        offsets = cache_offsets(tl.where(is_key, n, 0), b, k.b, k.n, cache, F.PER_PAGE)
+        k_tile = load_rows(k_ptr, offsets, F.D, F.BLOCK_D, is_key)
+        x = tl.sum(tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee"), 0) * sign
+        x = tl.reshape(x, [UNITS, F.UNIT])
+        x = tl.max(x, 1) if F.LARGEST else tl.sum(x, 1)
+        unit = first_unit + tl.arange(0, UNITS)
+        tl.store(scores + line.to(tl.int64) * COLUMNS + unit, x, mask=unit < COLUMNS)
 
 
 @triton.jit(do_not_specialize=["T", "RANKS", "COLUMNS"])
@@ -110,11 +110,12 @@ def rank_units(
     pages = 1 if call.page_table is None else call.page_table.shape[1]
     unit = s // d
     units = call.k.shape[1] * pages // s if kept is None else GROUP * kept.shape[3]
-    keys_of_program = max(PROGRAM_KEYS, unit) if kept is None else GROUP * unit
+    # a program's blocks lie in one group
+    keys_of_program = max(PROGRAM_KEYS, unit) if kept is None else max(unit, 16)
     F = Settings(
         H // ranks, ranks // K, D, launch.padded(D), launch.padded(H // ranks), keys_of_program,
-        min(keys_of_program, max(TILE_KEYS, unit)), unit, config.importance == "max", per_page, d,
-        s, config.num_initial_blocks, config.num_local_blocks, n,
+        unit, config.importance == "max", per_page, d, s, config.num_initial_blocks,
+        config.num_local_blocks, n,
         0 if kept is None else kept.shape[3], GROUP, call.counts is not None,
     )  # fmt: skip
     lines, cache = B * T * ranks, cache_arguments(call.lengths, call.counts, call.page_table)
@@ -128,8 +129,9 @@ def rank_units(
         sign=float((scale > 0) - (scale < 0)), **common,
     )  # fmt: skip
     launcher(nsa_decode_best, (lines,))(
-        scores, cache, kept, out, BLOCK=max(2, next_power_of_2(units)), **common
-    )
+        scores, cache, kept, out, BLOCK=max(2, next_power_of_2(units)),
+        num_warps=1 if units <= ONE_WARP else 4, **common,
+    )  # fmt: skip
     return out
 
 
