@@ -89,6 +89,8 @@ class SparseAttention(Started):
     v_intrablock_positions: Any
     # of `view.collect`, while one is open: sees each call and its block indices
     observer: Callable[[Call, AttentionConfig, Tensor | None], None] | None = None
+    # of `distributed.context_parallel`: the input is a shard of the sequence
+    context: Any = None
 
     def __init__(
         self,
@@ -366,6 +368,12 @@ class SparseAttention(Started):
         is_given = block_indices is not None and not is_dense
         bounds = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
         check_rows(inp, is_cached, lengths, documents, **bounds)
+        if self.context is not None:
+            self.context.check(
+                inp, config, cache=cache, documents=documents, ranking_queries=ranking_queries,
+                sliding_window_flex_mask=masks[0], fine_selection_flex_mask=masks[1],
+                collect=self.observer, **bounds,
+            )  # fmt: skip
         layout, lengths = layer_layout(inp, config.alignment, is_cached, lengths, **bounds)
         s = config.selection_block_size
         indices: Any = block_indices
@@ -377,6 +385,8 @@ class SparseAttention(Started):
                 indices = layout.spread(indices)
             documents = layout.documents if cache is None else None
         positions = None if documents is None else documents.positions()
+        if self.context is not None:
+            positions = self.context.positions(inp)
         tokens: Any = None if cache is None else cache.new_tokens(inp, lengths)
         start: Any = 0 if tokens is None else tokens.start
         # whether autograd may save what the layer reads of the cache
@@ -454,7 +464,9 @@ class SparseAttention(Started):
             "v": (self.v_compress, self.v_intrablock_positions),
         }
         ring = leaders = None
-        if cache is None:
+        if self.context is not None:
+            tensors |= self.context.gather_keys(tensors, raw, networks, config, backend)
+        elif cache is None:
             tensors |= compress_sequences(raw, networks, config, documents, backend)
         else:
             new = {name: t for name, t in tensors.items() if name not in ("q", "cq")}
@@ -514,7 +526,8 @@ class SparseAttention(Started):
             if cache is None:
                 branches.warn_dense(call, settings)
             keep_slots = config.selection_stride > 1 or return_block_indices
-            out, indices = branches.attend(call, settings, backend, keep_slots)
+            attend = branches.attend if self.context is None else self.context.attend
+            out, indices = attend(call, settings, backend, keep_slots)
             if self.observer is not None:
                 self.observer(call, settings, indices)
             out = self.tie_unread(out.flatten(2), call)

@@ -388,6 +388,11 @@ class Transformer(Started):
         ids = check_ids("ids", ids, self.token_emb)
         blocks: list[Any] = list(self.layers)
         check_caches(cache, [attn for attn, _ in blocks], return_loss, lengths)
+        if return_loss and getattr(blocks[0][0], "context", None) is not None:
+            raise ValueError(
+                "return_loss must be False under context parallelism: the next token may be "
+                "another rank's; shard the labels as the ids, and take the loss of the logits"
+            )
         bounds = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
         alignment, cached = getattr(blocks[0][0], "alignment", 1), cache is not None or return_cache
         check_rows(ids, cached, lengths, **bounds)

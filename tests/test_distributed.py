@@ -1,4 +1,4 @@
-"""Two real processes under torchrun: wrapped in DDP or sharded by FSDP, the layer is itself."""
+"""Real processes under torchrun, on the CPU over gloo: sharded models are the models themselves."""
 
 import os
 import subprocess
@@ -8,18 +8,37 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parent / "scripts" / "distributed_worker.py"
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def torchrun(script: str, processes: int, *arguments: str) -> str:
+    """What the processes print."""
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={processes}", str(SCRIPTS / script), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    pipes = dict(capture_output=True, text=True, timeout=240)
+    result = subprocess.run(command, **pipes, env=environment)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result.stdout
 
 
 def test_two_processes():
-    if not torch.distributed.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = dict(capture_output=True, text=True, timeout=240)
-    result = subprocess.run([*command, str(SCRIPT)], **pipes, env=environment)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    """Wrapped in DDP or sharded by FSDP, the layer is itself."""
+    printed = torchrun("distributed_worker.py", 2)
     for wrapper in ("ddp", "fsdp"):
-        assert result.stdout.count(f"{wrapper} equals one process") == 2
-    assert result.stdout.count("deferred starts") == 4  # of two networks
-    assert result.stdout.count("SparseAttention does not support torch's context_parallel") == 2
+        assert printed.count(f"{wrapper} equals one process") == 2
+    assert printed.count("deferred starts") == 4  # of two networks
+    assert printed.count("SparseAttention does not support torch's context_parallel") == 2
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_context_parallel(processes):
+    printed = torchrun("context_parallel_worker.py", processes)
+    assert printed.count("shards equal whole sequences") == processes
+
+
+def test_context_parallel_kernels(runnable):
+    printed = torchrun("context_parallel_worker.py", 2, "kernels")
+    assert printed.count("shards equal whole sequences") == 2

@@ -24,7 +24,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("view.__main__",),  # a command, which loads models of either kind
     ("hf",),  # transformers
     ("",),  # the package itself: public names only
-    ("view",),
+    ("view", "distributed"),
     ("transformer", "precompile", "cost", "recipes"),
     ("attention",),
     ("generate",),

@@ -1,0 +1,145 @@
+"""Run by torchrun: layers whose sequence is sharded over all processes equal the whole layer."""
+
+import os
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from native_sparse_attention import DenseAttentionWarning, KVCache, NSAConfig, SparseAttention
+from native_sparse_attention.compress import MeanPool, SumPool
+from native_sparse_attention.distributed import (
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+)
+
+SHAPE = dict(dim=16, dim_head=8, heads=4, kv_heads=2, causal=True)
+SIZES = dict(
+    compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8,
+    sliding_window_size=11, num_selected_blocks=2,
+)  # fmt: skip
+ONE_SOFTMAX = SIZES | dict(
+    branches=("selected",), importance="max", rank_rotated=True, num_initial_blocks=1,
+    compress_block_size=1, compress_block_sliding_stride=1,
+)  # fmt: skip
+INDEX = SIZES | dict(branches=("selected", "window"), importance="index", index_dim=6)
+PAPER = SIZES | dict(importance="probs", branch_kv="independent", num_initial_blocks=1)
+SHORT = SIZES | dict(num_initial_blocks=1, num_local_blocks=2)
+# settings, networks, and whether sums of outputs keep their order
+CASES = {
+    "one-softmax": (ONE_SOFTMAX, {}, True),
+    "dense up to 24 tokens": (ONE_SOFTMAX | dict(dense_length=24), {}, False),
+    "paper, means": (PAPER, dict(compress_mlp=MeanPool()), False),
+    "short-windows": (SHORT, {}, False),
+    "interpolated": (SHORT | dict(interpolated_importance_score=True, qk_norm=True), {}, False),
+    "windows over two chunks": (SIZES | dict(compress_block_size=15), {}, False),
+    "differentiable top-k": (SIZES | dict(use_diff_topk=True, attention_sinks=True), {}, True),
+    "index": (INDEX, {}, False),
+    "index, rotated tokens": (ONE_SOFTMAX | dict(importance="index"), {}, True),
+    "not causal": (SIZES | dict(causal=False), dict(compress_mlp=SumPool(8)), False),
+    "compressed": (SIZES | dict(branches=("compressed",)), {}, True),
+    "compressed, selected": (SIZES | dict(branches=("compressed", "selected")), {}, True),
+    "compressed, window": (SIZES | dict(branches=("compressed", "window")), {}, False),
+    "window": (SIZES | dict(branches=("window",)), {}, False),
+}
+
+
+def check(name: str, mesh, dtype: torch.dtype, chunk: int = 16, **changes) -> None:
+    settings, networks, is_exact = CASES[name]
+    torch.manual_seed(0)
+    config, length = NSAConfig(**SHAPE | settings | changes), 2 * chunk * mesh.size()
+    layer = SparseAttention.from_config(config, **networks).to(dtype)
+    with torch.no_grad():
+        for weight in layer.parameters():  # none at 0
+            weight += 0.1 * torch.randn_like(weight)
+    x, d_out = torch.randn(2, 2, length, 16, dtype=dtype)
+    whole = x.clone().requires_grad_()
+    expected = layer(whole)
+    expected.backward(d_out)
+    gradients = {name: p.grad for name, p in layer.named_parameters()}
+    layer.zero_grad()
+
+    context_parallel(layer, mesh)
+    x, d_out = context_parallel_shard(mesh, [x, d_out], [1, 1])
+    out = layer(x.requires_grad_())
+    out.backward(d_out)
+    out, d_x = context_parallel_unshard(mesh, [out, x.grad], [1, 1])
+    tolerance = dict(atol=1e-12, rtol=0) if dtype == torch.float64 else dict(atol=2e-5, rtol=1e-5)
+    exact = dict(atol=0, rtol=0) if is_exact and dtype == torch.float64 else tolerance
+    torch.testing.assert_close(out, expected, **exact)
+    torch.testing.assert_close(d_x, whole.grad, **tolerance)
+    for weight, p in layer.named_parameters():
+        assert (p.grad is None) == (gradients[weight] is None), weight
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            torch.testing.assert_close(p.grad, gradients[weight], **tolerance)
+
+
+def check_block_indices(mesh) -> None:
+    """Blocks of a whole sequence given to shards, and asked of them, are the same."""
+    for stride in (1, 4):
+        settings = SHAPE | ONE_SOFTMAX | dict(selection_stride=stride)
+        torch.manual_seed(0)
+        layer, x = SparseAttention(**settings), torch.randn(1, 64, 16)
+        expected, blocks = layer(x, return_block_indices=True)
+        context_parallel(layer, mesh)
+        x, shard = context_parallel_shard(mesh, [x, blocks], [1, 1])
+        out, found = layer(x, return_block_indices=True)
+        again = layer(x, block_indices=shard)
+        out, found, again = context_parallel_unshard(mesh, [out, found, again], [1] * 3)
+        assert torch.equal(found, blocks)
+        assert torch.equal(out, again)
+        torch.testing.assert_close(out, expected)
+
+
+def message(call) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("no ValueError")
+
+
+def check_refused(mesh) -> None:
+    layer = context_parallel(SparseAttention(**SHAPE, **SHORT), mesh)
+    x = torch.randn(1, 16, 16)
+    refused = dict(
+        cache=KVCache(), cu_seqlens=torch.tensor([0, 16]), segment_ids=torch.zeros(1, 16).int(),
+        mask=torch.ones(1, 16).bool(), ranking_queries=2,
+        fine_selection_flex_mask=lambda *args: None,
+    )  # fmt: skip
+    layer.config = NSAConfig(**SHAPE | INDEX)
+    layer.to_index = torch.nn.Linear(16, 18)
+    for name, value in refused.items():
+        assert message(lambda n=name, v=value: layer(x, **{n: v})).startswith(f"{name} must be")
+    assert "a multiple of 8 tokens" in message(lambda: layer(x[:, :12]))
+    assert "at least" in message(lambda: layer(x[:, :0]))
+    assert "must have SparseAttention" in message(
+        lambda: context_parallel(torch.nn.Linear(2, 2), mesh)
+    )
+    assert "mesh must be" in message(lambda: context_parallel(layer, 2))
+    odd = [torch.ones(3, dtype=torch.long)], [0]
+    assert "buffers must have a multiple" in message(lambda: context_parallel_shard(mesh, *odd))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", DenseAttentionWarning)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    if sys.argv[1:] == ["kernels"]:
+        settings = dict(backend="triton", selection_stride=4)
+        check("short-windows", mesh["cp"], torch.float32, chunk=8, **settings)
+    else:
+        for name in CASES:
+            for dtype in (torch.float64, torch.float32)[: 4 // dist.get_world_size()]:
+                for stride in (1, 4):
+                    check(name, mesh["cp"], dtype, selection_stride=stride)
+        check_block_indices(mesh["cp"])
+        check_refused(mesh["cp"])
+    print("shards equal whole sequences", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # see distributed_worker.py
