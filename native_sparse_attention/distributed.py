@@ -9,23 +9,43 @@ N  ranks of the mesh       c  tokens of a chunk      w  windows
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
-from torch import Tensor
+from einops.layers.torch import Rearrange
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.func import functional_call
 from torch.nn import Module
 
-from . import blocks
+from . import blocks, compress
 from .attention import SparseAttention
-from .checks import check_given, check_type
-from .compress import Networks, compress_sequences
+from .checks import check_bools, check_given, check_type
 from .config import AttentionConfig, NSAConfig
 from .ops import branches
 from .ops.call import Call
+from .transformer import Transformer
 
 # torch 2.12 gave it another name
 all_gather = getattr(
@@ -54,6 +74,12 @@ def sparse_layers(model: Any) -> list[SparseAttention]:
     return layers
 
 
+def refuse(kind: str, arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} must be None under {kind} parallelism")
+
+
 # context parallel
 
 
@@ -68,9 +94,7 @@ class ContextParallel:
 
     def check(self, inp: Tensor, config: NSAConfig, **others: Any) -> None:
         """Check the input [b n dim] of a layer, and refuse what needs the whole sequence."""
-        for name, value in others.items():
-            if value is not None:
-                raise ValueError(f"{name} must be None under context parallelism")
+        refuse("context", others)
         step = math.lcm(config.d if config.compresses else 1, config.selection_stride)
         chunk, odd = divmod(inp.shape[1], 2)
         if odd or chunk % step or chunk < self.halo_size(config):
@@ -105,7 +129,7 @@ class ContextParallel:
         return torch.stack([ends[:, :, i] for i in self.chunks], dim=2)
 
     def gather_keys(
-        self, tensors: dict[str, Tensor], raw: dict[str, Tensor], networks: Networks,
+        self, tensors: dict[str, Tensor], raw: dict[str, Tensor], networks: compress.Networks,
         config: NSAConfig, backend: str,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Keys and values of the whole sequence: those of `tensors` [b h n d], and the compressed
@@ -117,7 +141,7 @@ class ContextParallel:
             if size:
                 chunks = torch.cat((self.halos(chunks, size), chunks), dim=3)
             rows[name] = chunks.transpose(1, 2).flatten(0, 1)  # [(b 2) h size + c d]
-        compressed = compress_sequences(rows, networks, config, None, backend)
+        compressed = compress.compress_sequences(rows, networks, config, None, backend)
         keys = {name: t for name, t in tensors.items() if name not in ("q", "cq")}
         for name, t in compressed.items():
             windows = t[:, :, size // d :].unflatten(0, (-1, 2))
@@ -220,3 +244,241 @@ def context_parallel_unshard(
         .movedim(0, dim)
         for x, dim in zip(buffers, seq_dims, strict=True)
     ]
+
+
+# tensor parallel
+
+# the dimension by which weights of a layer are sharded, that of heads; others are of all heads.
+# `to_qkv` has rows of queries, keys and values: a rank stores other rows than it multiplies by
+HEADS = {
+    "to_qkv.weight": 0, "to_qkv.bias": 0, "to_strategy_combine.0.weight": 0,
+    "to_strategy_combine.0.bias": 0, "k_intrablock_positions": 0, "v_intrablock_positions": 0,
+    "compress_mem_kv": 1, "sinks": 1, "combine_heads.weight": 1,
+}  # fmt: skip
+# compression networks that do not mix heads
+NETWORKS = (
+    compress.MeanPool, compress.SumPool, compress.CompressMLP, compress.AttentionPool,
+    compress.SingleProjection, compress.GroupedMLP, compress.ConvLinearCompress,
+)  # fmt: skip
+
+
+def split_config(config: NSAConfig, size: int) -> NSAConfig:
+    """The settings of a rank's heads."""
+    index_heads = max(1, config.index_heads // size)
+    heads, kv_heads = config.heads // size, config.kv_heads // size
+    return replace(config, heads=heads, kv_heads=kv_heads, index_heads=index_heads)
+
+
+class TensorParallelAttention(SparseAttention):
+    """A `SparseAttention` whose weights are DTensors: a rank computes the branches of `H / size`
+    query heads and their KV heads, and the outputs are summed. `split_heads` makes one of a layer.
+
+    The weights keep their names and, whole, their values, so that checkpoints of any mesh load. In
+    each forward a rank gathers the weight of `to_qkv` and multiplies by the rows of its own heads.
+    """
+
+    mesh: DeviceMesh
+    # a SparseAttention with the settings of a rank's heads, whose weights each call gives. It is in
+    # a tuple, so that it is no child.
+    local: tuple[SparseAttention]
+    # the settings that those of `local` were made from
+    whole: NSAConfig
+
+    def forward(self, inp: Tensor, cache: Any = None, *args: Any, **settings: Any) -> Any:
+        refused = dict(
+            cache=cache or settings.get("return_cache") or None, collect=self.observer,
+            ranking_queries=settings.get("ranking_queries"),
+        )  # fmt: skip
+        refuse("tensor", refused)
+        (local,), mesh = self.local, self.mesh
+        if self.whole is not self.config:
+            self.whole, local.config = self.config, split_config(self.config, mesh.size())
+        for name in ("_dense", "context"):
+            if getattr(local, name) is not getattr(self, name):
+                setattr(local, name, getattr(self, name))
+        tensors = {name: self.local_weight(name, p) for name, p in self.named_parameters()}
+        # the gradient of the input is the sum of those of all ranks
+        replicated: Any = DTensor.from_local(inp, mesh, [Replicate()], run_check=False)
+        inp = replicated.to_local(grad_placements=[Partial()])
+        tensors |= dict(self.named_buffers())
+        result = functional_call(local, tensors, (inp, None, *args), settings)
+        out, *others = result if isinstance(result, tuple) else (result,)
+        out = DTensor.from_local(out, mesh, [Partial()], run_check=False)
+        out = out.redistribute(placements=[Replicate()]).to_local()
+        return (out, *others) if others else out
+
+    def local_weight(self, name: str, weight: Any) -> Tensor:
+        """What this rank multiplies by, of a weight as DTensor."""
+        config, mesh = self.config, self.mesh
+        rank, size = mesh.get_local_rank(), mesh.size()
+        is_fused = name.startswith(("to_qkv.", "to_index."))
+        if isinstance(weight.placements[0], Shard) and not is_fused:
+            return weight.to_local()  # type: ignore[no-any-return]
+        whole: Any = weight.redistribute(placements=[Replicate()])
+        whole = whole.to_local(grad_placements=[Partial()])
+        if name == "combine_heads.bias":  # added once to the sum over ranks
+            whole = whole * (rank == 0)
+        if not is_fused:
+            return whole  # type: ignore[no-any-return]
+        sizes = list(self.qkv_split)
+        if name == "to_index.weight":
+            sizes = [heads * config.index_dim for heads in (config.kv_heads, config.index_heads)]
+        *parts, last = whole.split(sizes)
+        parts = [part.chunk(size)[rank] for part in parts]
+        is_shared = name == "to_index.weight" and config.index_heads == 1
+        return torch.cat([*parts, last if is_shared else last.chunk(size)[rank]])
+
+
+def split_heads(layer: SparseAttention, mesh: DeviceMesh) -> None:
+    """Make a layer a `TensorParallelAttention` over a mesh of one dimension."""
+    config, size = layer.config, mesh.size()
+    if type(layer) is not SparseAttention:
+        raise ValueError(f"model must have layers of SparseAttention, got {type(layer).__name__}")
+    if config.kv_heads % size:
+        raise ValueError(
+            f"kv_heads must be a multiple of the {size} tensor-parallel ranks, got "
+            f"kv_heads={config.kv_heads} (heads={config.heads})"
+        )
+    for network in (layer.k_compress, layer.v_compress):
+        if network is not None and type(network) not in NETWORKS:
+            raise ValueError(
+                "compress_mlp must be a network of native_sparse_attention.compress that does not "
+                f"mix heads under tensor parallelism, got {type(network).__name__}"
+            )
+    gate: Any = layer.to_strategy_combine
+    if gate is not None and not isinstance(gate[0], nn.Linear):
+        raise ValueError(
+            "strategy_combine_mlp must be an nn.Linear under tensor parallelism, got "
+            f"{type(gate[0]).__name__}"
+        )
+    local = deepcopy(layer).to("meta")
+    local.config = split_config(config, size)
+    local.qkv_split = tuple(width // size for width in layer.qkv_split)
+    if gate is not None:
+        split: Any = Rearrange("b n (h s) -> b n h s", h=local.config.heads, s=len(config.branches))
+        local.to_strategy_combine = nn.Sequential(gate[0], gate[1], split)
+    for module in local.modules():
+        if isinstance(module, nn.Conv1d):
+            module.groups //= size
+    for name, module in layer.named_modules():
+        for key in [*dict(module.named_parameters(recurse=False))]:
+            dim = HEADS.get(f"{name}.{key}".lstrip("."))
+            if isinstance(module, nn.Conv1d):
+                dim = 0
+            elif isinstance(module, compress.LinearPerHead):  # [h i o], and biases [1 h 1 o]
+                dim = 0 if key == "weight" else 1
+            distribute(module, key, mesh, Replicate() if dim is None else Shard(dim))
+    layer.__class__ = TensorParallelAttention
+    layer.mesh, layer.local, layer.whole = mesh, (local,), config
+
+
+def distribute(module: Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Make a parameter a DTensor, unless it is one: a module that layers share."""
+    weight = getattr(module, name)
+    if not isinstance(weight, DTensor):
+        shards = nn.Parameter(distribute_tensor(weight, mesh, [placement]), weight.requires_grad)
+        module.register_parameter(name, shards)
+
+
+def replicate(module: Module, mesh: DeviceMesh) -> None:
+    """Make the weights of a module DTensors that every rank has whole: optimizers and norms of
+    gradients want all weights of one kind."""
+
+    def enter(module: Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
+
+    def leave(module: Module, out: Any, mesh: DeviceMesh) -> Any:
+        return out.to_local()
+
+    distribute_module(module, mesh, None, enter, leave)
+
+
+def split_transformer(model: Transformer, mesh: DeviceMesh) -> None:
+    """Split the feed-forward layers of a model; its other weights are replicated."""
+    feed_forward: Any
+    for _, feed_forward in model.layers:  # type: ignore[misc]
+        width = feed_forward[1].out_features
+        if width % mesh.size():
+            raise ValueError(
+                f"ff_expansion_factor must give a multiple of the {mesh.size()} tensor-parallel "
+                f"ranks as hidden width, got {width}"
+            )
+        replicate(feed_forward[0], mesh)
+        parallelize_module(feed_forward, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    for module in (model.token_emb, model.norm, model.to_logits):
+        replicate(module, mesh)
+
+
+# all of them
+
+
+def parallelize(
+    model: Module,
+    mesh: DeviceMesh,
+    *,
+    blocks: Sequence[Module] | None = None,
+    tp_plan: Mapping[str, ParallelStyle] | None = None,
+    activation_checkpointing: bool = False,
+    compile: bool | Mapping[str, Any] = False,
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> Module:
+    """Distribute a model over a mesh, in place: context and tensor parallelism, activation
+    checkpointing, `torch.compile`, FSDP2, in this order. Make the optimizer afterwards.
+
+    * "cp" shards the sequence: `context_parallel`.
+    * "tp" splits the heads of sparse layers by KV head, with gates, compression, sinks and ranking,
+      and the feed-forward layers of a `Transformer`. All ranks take the same input.
+    * "dp" takes other rows. FSDP2 shards weights over the ranks of "dp" and "cp" together and
+      averages gradients over them, so that each rank gives the mean loss of its own tokens.
+
+    Args:
+        model: a `Transformer`, or a module that contains `SparseAttention` layers.
+        mesh: dimensions "dp", "cp" and "tp", in this order; any may be missing.
+        blocks: modules that are compiled and sharded one by one; by default the layers of a
+            `Transformer`, none of another model.
+        tp_plan: styles of `torch.distributed.tensor.parallel` for other modules of the model.
+        activation_checkpointing: recompute each layer in the backward pass; of a `Transformer`.
+        compile: compile each block; a dict has arguments of `torch.compile`.
+        mp_policy: dtypes of FSDP2, such as `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.
+
+    Returns:
+        The model. State dicts have the names and whole shapes of one process.
+
+    Raises:
+        ValueError: a mesh of other dimensions, a number of KV heads that "tp" does not divide,
+            networks that mix heads, or settings that the mesh or the model has no use for.
+    """
+    check_mesh(mesh, ("dp", "cp", "tp"))
+    check_bools(activation_checkpointing=activation_checkpointing)
+    names: tuple[str, ...] = mesh.mesh_dim_names or ()
+    data = tuple(name for name in names if name != "tp")
+    is_transformer = isinstance(model, Transformer)
+    if activation_checkpointing and not is_transformer:
+        raise ValueError("activation_checkpointing goes with a Transformer: wrap other layers")
+    for name, value, needed in (("tp_plan", tp_plan, "tp"), ("mp_policy", mp_policy, "dp or cp")):
+        if value is not None and not (data if name == "mp_policy" else "tp" in names):
+            raise ValueError(f"{name} needs {needed} among the dimensions of mesh, got {names}")
+    layers = sparse_layers(model)
+    if blocks is None:
+        blocks = [*model.layers] if isinstance(model, Transformer) else []
+
+    if "cp" in names:
+        context_parallel(model, mesh["cp"])
+    if "tp" in names:
+        for layer in layers:
+            split_heads(layer, mesh["tp"])
+        if isinstance(model, Transformer):
+            split_transformer(model, mesh["tp"])
+        if tp_plan is not None:
+            parallelize_module(model, mesh["tp"], dict(tp_plan))
+    if isinstance(model, Transformer) and activation_checkpointing:
+        model.activation_checkpointing = True
+    if compile:
+        for block in blocks:
+            block.compile(**(compile if isinstance(compile, Mapping) else {}))
+    if data:
+        ranks = mesh[data[0]] if len(data) == 1 else mesh[data]._flatten("dp_cp")
+        policy = {} if mp_policy is None else dict(mp_policy=mp_policy)
+        for module in (*blocks, model):
+            fully_shard(module, mesh=ranks, **policy)
+    return model

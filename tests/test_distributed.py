@@ -42,3 +42,17 @@ def test_context_parallel(processes):
 def test_context_parallel_kernels(runnable):
     printed = torchrun("context_parallel_worker.py", 2, "kernels")
     assert printed.count("shards equal whole sequences") == 2
+
+
+def test_parallel(tmp_path):
+    """Data, tensor and context parallel alone, checkpoints, and what is refused."""
+    printed = torchrun("parallel_worker.py", 2, str(tmp_path))
+    for name, number in dict(dp=3, tp=6, cp=3).items():
+        assert printed.count(f"{name} equals one process") == 2 * number
+    assert printed.count("a checkpoint resumes on other meshes") == 2
+
+
+def test_products_of_parallelisms():
+    printed = torchrun("parallel_worker.py", 4)
+    for name, number in {"dp x tp": 1, "cp x tp": 2, "dp x cp": 1}.items():
+        assert printed.count(f"{name} equals one process") == 4 * number

@@ -1,0 +1,224 @@
+"""Run by torchrun: a model distributed over a mesh learns as on one process."""
+
+import os
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from native_sparse_attention import DenseAttentionWarning, KVCache, SparseAttention, Transformer
+from native_sparse_attention.compress import (
+    AttentionPool,
+    CompressTransformer,
+    ConvLinearCompress,
+    GroupedMLP,
+)
+from native_sparse_attention.distributed import context_parallel_shard, parallelize
+
+SHAPE = dict(dim=32, dim_head=8, heads=8, kv_heads=4, causal=True)
+SIZES = dict(
+    compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8,
+    sliding_window_size=11, num_selected_blocks=2, num_initial_blocks=1, selection_stride=4,
+)  # fmt: skip
+ONE_SOFTMAX = SIZES | dict(
+    branches=("selected",), importance="max", rank_rotated=True, compress_block_size=1,
+    compress_block_sliding_stride=1,
+)  # fmt: skip
+PAPER = SIZES | dict(importance="probs", branch_kv="independent", use_diff_topk=True)
+INDEX = ONE_SOFTMAX | dict(importance="index", index_dim=6, rank_rotated=False)
+SHORT = SIZES | dict(num_local_blocks=2)
+EXTRAS = dict(qkv_bias=True, out_bias=True, qk_norm=True, attention_sinks=True)
+
+
+def build(settings: dict, depth: int = 2, compress_mlp=None, **options) -> Transformer:
+    torch.manual_seed(0)
+    kwargs = SHAPE | settings
+    del kwargs["dim"]
+    shape = {name: kwargs.pop(name) for name in ("dim_head", "heads", "kv_heads", "causal")}
+    kwargs["compress_mlp"] = compress_mlp
+    options = dict(ff_expansion_factor=2) | options
+    model = Transformer(
+        64, 32, depth, **shape, use_sparse_attn=True, sparse_attn_kwargs=kwargs, **options
+    )
+    with torch.no_grad():
+        for weight in model.parameters():  # none at 0
+            weight += 0.1 * torch.randn_like(weight)
+    return model.double()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, 64, (4, 129), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def distribute(model, sizes: dict[str, int], rows=None, **options) -> list[torch.Tensor]:
+    """Make a model parallel. Returns what a rank reads of the rows, by default a batch."""
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    parallelize(model, mesh, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # torch 2.8 forgets to divide by the number of processes over gloo
+            module.set_force_sum_reduction_for_comms(True)
+    rows = list(rows or batch())
+    if "cp" in sizes:
+        rows = context_parallel_shard(mesh["cp"], rows, [1] * len(rows))
+    if "dp" in sizes:
+        rank, size = mesh["dp"].get_local_rank(), mesh["dp"].size()
+        rows = [x.chunk(size)[rank] for x in rows]
+    return rows
+
+
+def make_optimizer(model) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def steps(model, optimizer, ids, labels) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two steps; the mean loss of the second over all ranks, and the norm of its gradients."""
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    return loss / dist.get_world_size(), whole(norm)
+
+
+def whole(p: torch.Tensor) -> torch.Tensor:
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+def check_weights(model, expected) -> None:
+    for (name, p), q in zip(expected.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(whole(q), whole(p), msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check(sizes: dict[str, int], settings: dict, model_options=None, **options) -> None:
+    plain, model = (build(settings, **(model_options or {})) for _ in range(2))
+    expected = steps(plain, make_optimizer(plain), *batch())
+    rows = distribute(model, sizes, **options)
+    torch.testing.assert_close(steps(model, make_optimizer(model), *rows), expected)
+    check_weights(model, plain)
+    print(f"{' x '.join(sizes)} equals one process", flush=True)
+
+
+class OwnModel(torch.nn.Module):
+    """A layer among modules that the library does not know."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.leave = torch.nn.Linear(4, 32), torch.nn.Linear(32, 4)
+        self.attention = SparseAttention(**SHAPE, **SHORT)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.attention(self.enter(x)))
+
+
+def check_own_model() -> None:
+    x = torch.randn(2, 64, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain = OwnModel()
+    plain(x).square().mean().backward()
+    split = {name: ColwiseParallel(output_layouts=Replicate()) for name in ("enter", "leave")}
+    for sizes, options in ({"tp": 2}, dict(tp_plan=split)), ({"cp": 2}, {}):
+        model = OwnModel()
+        (shard,) = distribute(model, sizes, rows=[x], blocks=[model.attention], **options)
+        model(shard).square().mean().backward()
+        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(whole(q.grad), p.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check_checkpoint(folder: str) -> None:
+    """Saved by two data-parallel ranks, resumed by two tensor-parallel ranks and by one process."""
+
+    def state(model, optimizer):
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    def start(sizes):
+        model = build(SHORT | EXTRAS)
+        rows = distribute(model, sizes) if sizes else batch()
+        return model, make_optimizer(model), rows
+
+    model, optimizer, rows = start({"dp": 2})
+    steps(model, optimizer, *rows)
+    dcp.save(state(model, optimizer), checkpoint_id=folder)
+    expected = steps(model, optimizer, *rows)
+    for sizes in ({"tp": 2}, {}):
+        resumed, optimizer, rows = start(sizes)
+        loaded = state(resumed, optimizer)
+        dcp.load(loaded, checkpoint_id=folder, no_dist=not sizes)
+        weights, moments = loaded["model"], loaded["optimizer"]
+        set_state_dict(resumed, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        torch.testing.assert_close(steps(resumed, optimizer, *rows), expected)
+        check_weights(resumed, model)
+    print("a checkpoint resumes on other meshes", flush=True)
+
+
+def check_refused(mesh) -> None:
+    def message(call) -> str:
+        try:
+            call()
+        except ValueError as error:
+            return str(error)
+        raise AssertionError("no ValueError")
+
+    def refuse(model, **options) -> str:
+        return message(lambda: parallelize(model, mesh, **options))
+
+    one_head = Transformer(64, 32, 1, 8, 4, 1, config="one-softmax")
+    assert "kv_heads must be a multiple of the 2" in refuse(one_head)
+    mixes = CompressTransformer(1, 32, 4)
+    assert "does not mix heads" in refuse(build(SHORT, compress_mlp=mixes))
+    assert "ff_expansion_factor must" in refuse(build(SHORT, ff_expansion_factor=1.04))
+    assert "mp_policy needs dp or cp" in refuse(build(SHORT), mp_policy=MixedPrecisionPolicy())
+    layer = build(SHORT).layers[0][0]
+    assert "goes with a Transformer" in refuse(layer, activation_checkpointing=True)
+    gate = torch.nn.Sequential(torch.nn.Linear(32, 24))
+    layer = SparseAttention(**SHAPE, **SHORT, strategy_combine_mlp=gate)
+    assert "strategy_combine_mlp must" in refuse(layer)
+    assert "layers of SparseAttention" in refuse(parallelize(build(SHORT), mesh))
+    layer = parallelize(SparseAttention(**SHAPE, **INDEX), mesh)
+    x = torch.randn(1, 32, 32)
+    for name, value in dict(cache=KVCache(), ranking_queries=2, return_cache=True).items():
+        refused = message(lambda n=name, v=value: layer(x, **{n: v}))
+        assert refused == f"{name.removeprefix('return_')} must be None under tensor parallelism"
+    cp, pp = (init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("cp", "pp"))
+    assert "mesh must have dimensions" in message(lambda: parallelize(build(SHORT), pp))
+    assert "tp_plan needs tp" in message(lambda: parallelize(build(SHORT), cp, tp_plan={}))
+    model = parallelize(build(SHORT), cp)
+    assert "return_loss must be False" in message(lambda: model(batch()[0], return_loss=True))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", DenseAttentionWarning)
+    dist.init_process_group("gloo")
+    if dist.get_world_size() == 2:
+        for name in ("dp", "tp", "cp"):
+            check({name: 2}, ONE_SOFTMAX, dict(share_ranking=[0]))
+            check({name: 2}, PAPER | EXTRAS)
+            check({name: 2}, INDEX, dict(local_layers=[1]), activation_checkpointing=True)
+        for network in (GroupedMLP(8, 8, 4), ConvLinearCompress(4, 8, 8), AttentionPool(8, 8)):
+            check({"tp": 2}, SHORT, dict(compress_mlp=network))
+        check_own_model()
+        check_checkpoint(sys.argv[1])
+        check_refused(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    else:
+        for sizes in (dict(dp=2, tp=2), dict(cp=2, tp=2), dict(dp=2, cp=2)):
+            check(sizes, SHORT | EXTRAS)
+        # DTensor of torch 2.8 does not compile with dynamic shapes
+        compiled = dict(compile=dict(backend="eager", dynamic=False))
+        check(dict(cp=2, tp=2), ONE_SOFTMAX, dict(depth=1), **compiled)
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # see distributed_worker.py
