@@ -433,7 +433,7 @@ def parallelize(
 
     Args:
         model: a `Transformer`, or a module that contains `SparseAttention` layers.
-        mesh: dimensions "dp", "cp" and "tp", in this order; any may be missing.
+        mesh: dimensions "dp", "cp" and "tp", in this order; any may be missing or of size 1.
         blocks: modules that are compiled and sharded one by one; by default the layers of a
             `Transformer`, none of another model.
         tp_plan: styles of `torch.distributed.tensor.parallel` for other modules of the model.
@@ -462,9 +462,9 @@ def parallelize(
     if blocks is None:
         blocks = [*model.layers] if isinstance(model, Transformer) else []
 
-    if "cp" in names:
+    if "cp" in names and mesh["cp"].size() > 1:
         context_parallel(model, mesh["cp"])
-    if "tp" in names:
+    if "tp" in names and mesh["tp"].size() > 1:
         for layer in layers:
             split_heads(layer, mesh["tp"])
         if isinstance(model, Transformer):

@@ -1,6 +1,7 @@
 """Real processes under torchrun, on the CPU over gloo: sharded models are the models themselves."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 SCRIPTS = Path(__file__).parent / "scripts"
+PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
 
 
-def torchrun(script: str, processes: int, *arguments: str) -> str:
+def torchrun(script: str | Path, processes: int, *arguments: str) -> str:
     """What the processes print."""
     if not torch.distributed.is_available():
         pytest.skip("this torch has no torch.distributed")
@@ -56,3 +58,16 @@ def test_products_of_parallelisms():
     printed = torchrun("parallel_worker.py", 4)
     for name, number in {"dp x tp": 1, "cp x tp": 2, "dp x cp": 1}.items():
         assert printed.count(f"{name} equals one process") == 4 * number
+
+
+def test_script_of_the_documentation(tmp_path):
+    blocks = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    training, resuming = blocks
+    end = "dist.destroy_process_group()\n"
+    assert training.endswith(end)
+    script = tmp_path / "train.py"
+    # see distributed_worker.py
+    source = training.removesuffix(end) + resuming + end + "os._exit(0)\n"
+    script.write_text(source.replace('"checkpoint"', repr(str(tmp_path / "checkpoint"))), "utf-8")
+    losses = [float(line.split()[1]) for line in torchrun(script, 2).splitlines()]
+    assert len(losses) == 3 and all(5 < loss < 7 for loss in losses)

@@ -42,6 +42,8 @@ LENGTH = 512 if CUDA else 21
 N = 3 if CUDA else 1
 TOKENS = ("q", "k", "v", "cq", "window_k", "window_v", "branch_gates", "gates")
 
+QUERIES = ("q", "cq", "branch_gates", "gates")
+
 
 def draw_call(name, backend, dtype=torch.float32, place=(LENGTH, LENGTH), **more):
     branch, settings = CALLS[name]
@@ -189,6 +191,31 @@ def check_rows(call, alone, backend):
         grads = gradients(call, backend, d_out), gradients(alone, backend, d_out[1:])
         for t, expected, found in zip(call.tensors, *grads, strict=True):
             close(found, expected if t.startswith("mem") else expected[1:])
+
+
+@calls
+@backends
+def test_chunks_of_queries_are_rows_of_the_whole(name, backend, dtype):
+    """At their positions over whole keys, as ranks of context parallelism have them: other tokens
+    follow. The gradients of keys add up to those of the whole."""
+    call, size = draw_call(name, backend, dtype), 192 if CUDA else 8
+    whole = run(call, backend)
+    d_out, is_alike, parts = torch.randn_like(whole[0]), True, []
+    for start in range(0, LENGTH, size):
+        rows = slice(None), slice(start, start + size)
+        settings = call.settings | dict(q_offset=start)
+        if "block_indices" in settings:
+            settings["block_indices"] = settings["block_indices"][rows]
+        tensors = {n: t[rows] if n in QUERIES else t for n, t in call.tensors.items()}
+        part = call._replace(tensors=tensors, settings=settings)
+        is_alike &= assert_alike(run(part, backend), cut(whole, *rows))
+        if has_gradients(backend):
+            parts.append(gradients(part, backend, d_out[rows]))
+    if not is_alike or not parts:
+        return
+    expected = gradients(call, backend, d_out)
+    for t, grad, *of_parts in zip(call.tensors, expected, *parts, strict=True):
+        close(torch.cat(of_parts, dim=1) if t in QUERIES else sum(of_parts), grad)
 
 
 @both
