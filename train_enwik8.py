@@ -3,6 +3,7 @@
     python train_enwik8.py                                     a run with this device's preset
     python train_enwik8.py --resume runs/NAME                  go on exactly where a run stopped
     python train_enwik8.py --sample runs/NAME --prompt TEXT    stream text from a trained run
+    torchrun --nproc-per-node 4 train_enwik8.py --cp 2 --tp 2  in several processes
 
 Everything that decides a run is a setting of the table below, written to `runs/NAME/config.json`.
 The bytes of a step are drawn from (seed, step) alone, so a run that was killed and resumed equals
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 import time
 from argparse import Namespace
@@ -30,7 +32,6 @@ from training.options import (
     layer_indices,
     parse,
     real,
-    refuse_processes,
     seed,
     size,
     threads,
@@ -114,6 +115,7 @@ try:
     from tqdm import tqdm
 
     from native_sparse_attention import Transformer
+    from training import ranks
     from training.batches import batches
     from training.data import check_data, load_data, split
     from training.errors import UserError
@@ -172,7 +174,7 @@ def train(given: Namespace, held: ExitStack) -> int:
     # settings
     config: dict[str, Any] = {}
     if "resume" in given:
-        cfg, config = resume_settings(given, SETTINGS, held)
+        cfg, config = resume_settings(given, SETTINGS, held if ranks.is_first() else None)
     else:
         if given.name is not None:
             check_name(given.out_dir, given.name)
@@ -182,14 +184,18 @@ def train(given: Namespace, held: ExitStack) -> int:
     torch.set_float32_matmul_precision("high")
 
     # data
-    cfg.data, corpus = load_data(cfg.data)
+    cfg.data, corpus = ranks.in_turn(lambda: load_data(cfg.data))
     train_data, valid_data, test_data = split(corpus, cfg.seq_len)
     about = check_data(cfg, corpus, config, getattr(given, "resume", None))
 
     # model
     model = build(cfg)
-    optimizer = build_optimizer(model, cfg)
-    forward = compiled(model, cfg)
+    if ranks.is_parallel():
+        forward = ranks.parallel(model, given, cfg)
+        optimizer = build_optimizer(model, cfg)
+    else:
+        optimizer = build_optimizer(model, cfg)
+        forward = compiled(model, cfg)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters:,} parameters, {cfg.attention} attention on {cfg.device}")
     if cfg.attention != "dense" and cfg.seq_len <= DENSE_IS_FASTER:
@@ -209,24 +215,29 @@ def train(given: Namespace, held: ExitStack) -> int:
         print(f"{given.resume} is finished at step {start}; a larger --steps goes on")
         return 0
     config = {"settings": vars(cfg), "data": about, "parameters": parameters}
-    run, config = open_folder(given, f"{Path(cfg.data).stem}-{cfg.attention}", config, held)
-    write(run / METRICS, b"".join(lines))
+    run = Path()  # only the first process writes
+    ranks.wait()
+    if ranks.is_first():
+        run, config = open_folder(given, f"{Path(cfg.data).stem}-{cfg.attention}", config, held)
+        write(run / METRICS, b"".join(lines))
     if from_scratch:
         save_checkpoint(run, model, optimizer, 0, best, cfg.keep, config)
         if views:
             write_view(run, model, cfg, valid_data, 0)
-    board = writer(str(run), purge_step=start + 1) if writer else None
+    board = writer(str(run), purge_step=start + 1) if writer and ranks.is_first() else None
     print(f"{run}: step {start} of {cfg.steps}, validation {best:.3f} bits per byte at best")
 
     # the loop
     progress: dict[str, Any] = {"total": cfg.steps, "initial": start, "bar_format": BAR}
     quiet = 0.1 if sys.stderr.isatty() else 10.0
+    progress |= dict(disable=not ranks.is_first())
     with tqdm(dynamic_ncols=True, mininterval=quiet, **progress) as bar:
         clock, tokens, valid = time.monotonic(), 0, best
         for step in range(start + 1, cfg.steps + 1):
             last = step == cfg.steps
             every = cfg.log_every, cfg.eval_every, cfg.sample_every, cfg.save_every
             log_due, eval_due, sample_due, save_due = (e and (last or step % e == 0) for e in every)
+            sample_due = sample_due and not ranks.is_parallel()
 
             # forward and backward, clip, step
             lr = learning_rate(cfg, step)
@@ -237,15 +248,17 @@ def train(given: Namespace, held: ExitStack) -> int:
                 share = loss_of(forward, batch, cfg) / cfg.accumulate
                 share.backward()
                 loss += share.detach()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+            norm = ranks.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip))
             optimizer.step()
             optimizer.zero_grad()
             bar.update()
             tokens += cfg.accumulate * cfg.batch_size * cfg.seq_len
 
             # log, evaluate, sample, save
-            stopping = bool(signals)
+            stopping = ranks.agree(bool(signals), cfg.device)
             pause = eval_due or sample_due or save_due or stopping
+            if log_due or pause:
+                loss = ranks.mean(loss)
             if (log_due or pause) and not math.isfinite(loss.item() + norm.item()):
                 raise UserError(f"loss is {loss.item()} at step {step}: try a lower --lr")
             if log_due or eval_due:
@@ -261,14 +274,15 @@ def train(given: Namespace, held: ExitStack) -> int:
                 if last:
                     record["test_bpb"] = evaluate(forward, test_data, cfg, cfg.test_bytes)
                 records.append(record)
-                append(run / METRICS, json.dumps(record))
+                if ranks.is_first():
+                    append(run / METRICS, json.dumps(record))
                 shown = f"loss {record['bpb']:.3f} bits/byte, val {valid:.3f}, "
                 shown += f"{speed:,.0f} tokens/s"
                 bar.set_postfix_str(shown, refresh=False)
                 if board:
                     for name, value in record.items():
                         board.add_scalar(name, value, step)
-            if eval_due:
+            if eval_due and ranks.is_first():
                 draw(run, records)
             if sample_due and not stopping:
                 prompt = valid_data[:64].tobytes()
@@ -288,7 +302,7 @@ def train(given: Namespace, held: ExitStack) -> int:
         print(
             f"stopped at step {step}; go on with: python train_enwik8.py --resume {quote(str(run))}"
         )
-        return 128 + signals[0]
+        return 128 + (signals or [signal.SIGTERM])[0]
     test = record["test_bpb"]
     print(f"{run}: bits per byte: validation {valid:.3f} (best {best:.3f}), test {test:.3f}")
     print(f"sample it with: python train_enwik8.py --sample {quote(str(run))} --prompt TEXT")
@@ -298,10 +312,11 @@ def train(given: Namespace, held: ExitStack) -> int:
 def main(argv: list[str] | None = None) -> int:
     def command() -> int:
         given = command_line(argv)
-        refuse_processes()
+        ranks.start(given)
         if "sample" in given:
             return sample(given, SETTINGS, build)
         with ExitStack() as held:
+            held.callback(ranks.stop)
             return train(given, held)
 
     return exit_status(command)

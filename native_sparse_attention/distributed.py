@@ -476,9 +476,11 @@ def parallelize(
     if compile:
         for block in blocks:
             block.compile(**(compile if isinstance(compile, Mapping) else {}))
-    if data:
-        ranks = mesh[data[0]] if len(data) == 1 else mesh[data]._flatten("dp_cp")
+    ranks = mesh[data[0]] if len(data) == 1 else mesh[data]._flatten("dp_cp") if data else None
+    if ranks is not None and (ranks.size() > 1 or mp_policy is not None):
         policy = {} if mp_policy is None else dict(mp_policy=mp_policy)
         for module in (*blocks, model):
-            fully_shard(module, mesh=ranks, **policy)
+            sharded: Any = fully_shard(module, mesh=ranks, **policy)
+            if mesh.device_type == "cpu":  # over gloo torch 2.8 forgets to divide by the ranks
+                sharded.set_force_sum_reduction_for_comms(True)
     return model

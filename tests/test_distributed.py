@@ -19,7 +19,7 @@ def torchrun(script: str | Path, processes: int, *arguments: str) -> str:
         pytest.skip("this torch has no torch.distributed")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", str(SCRIPTS / script), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = dict(capture_output=True, text=True, timeout=240)
     result = subprocess.run(command, **pipes, env=environment)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
@@ -39,11 +39,6 @@ def test_two_processes():
 def test_context_parallel(processes):
     printed = torchrun("context_parallel_worker.py", processes)
     assert printed.count("shards equal whole sequences") == processes
-
-
-def test_context_parallel_kernels(runnable):
-    printed = torchrun("context_parallel_worker.py", 2, "kernels")
-    assert printed.count("shards equal whole sequences") == 2
 
 
 def test_parallel(tmp_path):
@@ -69,5 +64,5 @@ def test_script_of_the_documentation(tmp_path):
     # see distributed_worker.py
     source = training.removesuffix(end) + resuming + end + "os._exit(0)\n"
     script.write_text(source.replace('"checkpoint"', repr(str(tmp_path / "checkpoint"))), "utf-8")
-    losses = [float(line.split()[1]) for line in torchrun(script, 2).splitlines()]
-    assert len(losses) == 3 and all(5 < loss < 7 for loss in losses)
+    losses = re.findall(r"^\d (\d+\.\d+)$", torchrun(script, 2), re.MULTILINE)
+    assert len(losses) == 3 and all(5 < float(loss) < 7 for loss in losses)

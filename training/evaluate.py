@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .batches import batch_of, windows
 from .forward import loss_of
+from .ranks import mean
 
 
 @torch.no_grad()
@@ -22,6 +23,6 @@ def evaluate(forward: Callable[..., Tensor], data: np.ndarray, cfg: Namespace, s
     total, predicted = 0.0, 0
     for rows in starts.reshape(shape):
         batch = batch_of(windows(data, rows, cfg), cfg)
-        total += loss_of(forward, batch, cfg).item() * batch.predicted
+        total += mean(loss_of(forward, batch, cfg)).item() * batch.predicted
         predicted += batch.predicted
     return total / max(predicted, 1) / math.log(2)

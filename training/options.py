@@ -75,6 +75,13 @@ def parse(argv: list[str] | None, table: Table, about: str) -> Namespace:
     parser.add_argument(
         "--view", action="store_true", help="also write a page of what the layers read"
     )
+    group = parser.add_argument_group("several processes, started by torchrun")
+    for name, text in (
+        ("dp", "processes that read other rows (all that --cp and --tp leave)"),
+        ("cp", "processes that share the tokens of a row (1)"),
+        ("tp", "processes that share the heads of a layer (1)"),
+    ):
+        group.add_argument(option(name), type=count, metavar="X", help=text)
     group = parser.add_argument_group("settings (CPU preset / CUDA preset)")
     for name, (kind, cpu, cuda, text) in table.items():
         preset = "" if cpu is None else f" ({cpu})" if cpu == cuda else f" ({cpu} / {cuda})"
@@ -108,17 +115,6 @@ def parse(argv: list[str] | None, table: Table, about: str) -> Namespace:
     if "data" in given and given.data not in ("auto", "enwik8", "stdlib"):
         given.data = os.path.abspath(given.data)
     return given
-
-
-def refuse_processes() -> None:
-    """Under torchrun and mpirun: several processes would each train the same run alone."""
-    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
-        count = os.environ.get(name, "")
-        if count.isdecimal() and int(count) > 1:
-            raise UserError(
-                f"{name} is {count}: training in several processes is not supported yet; "
-                "start one process (torchrun --nproc-per-node 1)"
-            )
 
 
 def catch_signals() -> list[int]:

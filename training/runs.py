@@ -37,10 +37,11 @@ except ImportError:  # not on this system
 
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from native_sparse_attention import Transformer
 
+from . import ranks
 from .errors import RunError, UserError, reason
 
 FORMAT = 2
@@ -229,14 +230,14 @@ def newest_checkpoint(run: Path, config: Mapping[str, Any]) -> Checkpoint | None
     return None
 
 
-def load_weights(path: Path, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def load_weights(path: Path, model: Transformer, tensors: dict[str, Tensor]) -> None:
     try:
-        model.load_state_dict(tensors)
+        ranks.load(model, tensors)
     except RuntimeError as error:
         raise RunError(f"{path} is of another model: {reason(error)}") from None
 
 
-def load_best(run: Path, config: Mapping[str, Any], model: nn.Module) -> bool:
+def load_best(run: Path, config: Mapping[str, Any], model: Transformer) -> bool:
     """Load the weights that validated best, verified; False if there are none yet.
 
     Raises:
@@ -261,7 +262,7 @@ def load_best(run: Path, config: Mapping[str, Any], model: nn.Module) -> bool:
     return True
 
 
-def load_run(run: Path, config: Mapping[str, Any], model: nn.Module, which: str) -> None:
+def load_run(run: Path, config: Mapping[str, Any], model: Transformer, which: str) -> None:
     """Load the "best" or the "last" weights of a run; the last if there are no best ones yet."""
     if which == "best" and load_best(run, config, model):
         return
@@ -425,14 +426,20 @@ def write_config(run: Path, config: dict[str, Any]) -> dict[str, Any]:
 def optimizer_tensors(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Its state by name: `exp_avg` of `norm.weight` is "norm.weight.exp_avg"."""
     return {
-        f"{name}.{key}": value
+        f"{name}.{key}": ranks.whole(value)
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
+def weights_of(model: Transformer) -> dict[str, Tensor]:
+    return {name: ranks.whole(tensor) for name, tensor in model.state_dict().items()}
+
+
 def save_best(run: Path, model: Transformer, step: int, config: dict[str, Any]) -> None:
-    weights = model.state_dict()
+    weights = weights_of(model)
+    if not ranks.is_first():
+        return
     record = {"step": step, "config": identity(config), "weights": fingerprint(weights)}
     write(run / BEST, pack(weights, {"checkpoint": seal(record)}))
 
@@ -448,7 +455,10 @@ def save_checkpoint(
 ) -> None:
     """The index goes last: with it the checkpoint is whole. Only then do old ones go."""
     files: dict[str, Any] = {}
-    state = {OPTIMIZER: optimizer_tensors(model, optimizer), WEIGHTS: model.state_dict()}
+    weights = weights_of(model)  # first: FSDP shards parameters again that a forward has gathered
+    state = {OPTIMIZER: optimizer_tensors(model, optimizer), WEIGHTS: weights}
+    if not ranks.is_first():
+        return
     for kind, tensors in state.items():
         content = pack(tensors)
         write(checkpoint_path(run, step, kind), content)
@@ -469,6 +479,9 @@ def restore(
     for full, tensor in checkpoint.optimizer.items():
         name, _, key = full.rpartition(".")
         state.setdefault(name, {})[key] = tensor
+    if ranks.is_parallel():
+        ranks.load_optimizer(model, optimizer, state)
+        return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     by_index = {i: state[name] for i, name in enumerate(order) if name in state}
@@ -516,5 +529,5 @@ def resume(
     for path in run.glob("step-*"):  # what a kill left of a later one
         is_part = path.suffix in (WEIGHTS, OPTIMIZER)
         if is_part and int(path.stem.removeprefix("step-")) > checkpoint.step:
-            path.unlink()
+            path.unlink(missing_ok=True)
     return checkpoint.step, checkpoint.best if is_kept else math.inf, records, lines

@@ -87,12 +87,14 @@ def open_run(run: Path, given: Namespace, table: Table) -> tuple[Namespace, dict
 
 
 def resume_settings(
-    given: Namespace, table: Table, held: ExitStack
+    given: Namespace, table: Table, held: ExitStack | None
 ) -> tuple[Namespace, dict[str, Any]]:
-    """The settings of the run and its `config.json`; `held` keeps the lock of the run."""
+    """The settings of the run and its `config.json`; `held` keeps the lock of the run;
+    None in a process that does not write."""
     run: Path = given.resume
     open_run(run, given, table)
-    held.enter_context(locked(run))
+    if held is not None:
+        held.enter_context(locked(run))
     cfg, config = open_run(run, given, table)  # its last writer may have changed it meanwhile
     cfg.device = find_device(cfg.device)
     return cfg, config

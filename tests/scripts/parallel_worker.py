@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -63,10 +63,6 @@ def distribute(model, sizes: dict[str, int], rows=None, **options) -> list[torch
     """Make a model parallel. Returns what a rank reads of the rows, by default a batch."""
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     parallelize(model, mesh, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # torch 2.8 forgets to divide by the number of processes over gloo
-            module.set_force_sum_reduction_for_comms(True)
     rows = list(rows or batch())
     if "cp" in sizes:
         rows = context_parallel_shard(mesh["cp"], rows, [1] * len(rows))

@@ -327,16 +327,6 @@ def test_a_full_disk_names_the_file(folder, run, monkeypatch, call):
     finished(resume(run))
 
 
-def test_several_processes_are_refused(folder, tmp_path, monkeypatch):
-    name = "WORLD_SIZE"
-    args = ["--data", folder / "data", *PLAN, "--steps", 1]
-    monkeypatch.setenv(name, "2")
-    assert f"{name} is 2: training in several processes" in refused(in_process(tmp_path, *args))
-    assert not list(tmp_path.iterdir())
-    monkeypatch.setenv(name, "1")
-    finished(in_process(tmp_path, *args))
-
-
 def test_a_first_validation_that_is_not_finite(folder, tmp_path, monkeypatch):
     values = iter([float("nan"), 5.0, 6.0, 5.5])
     monkeypatch.setattr(script, "evaluate", lambda *_: next(values))

@@ -1,0 +1,71 @@
+"""train_enwik8.py in several processes, started by torchrun."""
+
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+
+from tests.training.test_train_enwik8 import (  # noqa: F401
+    ROOT,
+    TINY,
+    finished,
+    in_process,
+    metrics,
+    refused,
+    text,
+)
+from training import ranks
+from training.errors import UserError
+
+PLAN = [
+    *TINY, *("--heads", 4, "--kv-heads", 2, "--batch-size", 4, "--warmup", 10),
+    *("--eval-every", 3, "--save-every", 3, "--sample-every", 0),
+]  # fmt: skip
+
+
+def torchrun(processes, cwd, *args):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={processes}", ROOT / "train_enwik8.py", *args]
+    pipes = dict(capture_output=True, text=True, timeout=240)
+    return subprocess.run([*map(str, command)], cwd=cwd, **pipes)
+
+
+def test_they_learn_as_one(text, tmp_path):  # noqa: F811
+    """And go on from a checkpoint on any other mesh, in one process too."""
+    if not ranks.dist.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    data = ["--data", text, *PLAN]
+    finished(in_process(tmp_path, *data, "--name", "one", "--steps", 6))
+    mesh = ["--dp", 2, "--cp", 2]
+    done = finished(torchrun(4, tmp_path, *data, "--name", "many", "--steps", 3, *mesh))
+    assert done.stdout.count("parameters, sparse attention on cpu") == 1
+    run = tmp_path / "runs/many"
+    finished(torchrun(2, tmp_path, "--resume", run, "--steps", 6, "--tp", 2))
+    one, many = metrics(tmp_path / "runs/one"), metrics(run)
+    assert len(one) == len(many) == 7
+    for expected, found in zip(one, many, strict=True):
+        for name in expected.keys() & {"step", "loss", "grad_norm", "val_bpb"}:
+            assert found[name] == pytest.approx(expected[name], rel=1e-4), (expected["step"], name)
+    finished(in_process(tmp_path, "--resume", run, "--steps", 7))
+
+
+def test_what_is_refused(tmp_path, monkeypatch):
+    def message(*args):
+        return refused(in_process(tmp_path, "--data", "auto", *args))
+
+    assert "--dp 2 x --cp 1 x --tp 1 is not the number of processes, 1" in message("--dp", 2)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    assert "mpirun are not supported" in message()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "--view needs one process, got 2" in message("--view")
+    sizes = dict(compress_block_sliding_stride=4, selection_stride=1, seq_len=36, pack="")
+    for words, mesh, changes in (
+        ("--batch-size 3 must be a multiple of --dp 2", dict(dp=2), dict(batch_size=3)),
+        ("--pack needs one process", dict(dp=2), dict(pack="<page>")),
+        ("--seq-len 36 must be a multiple of 16 with --cp 2", dict(cp=2), {}),
+    ):
+        cfg = Namespace(**dict(batch_size=2) | sizes | changes)
+        with pytest.raises(UserError, match=words):
+            ranks.parallel(None, Namespace(**mesh), cfg)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,151 @@
+"""The processes of a run under torchrun: a mesh, what each of them reads, and one that writes."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from native_sparse_attention import Transformer
+
+from .errors import UserError
+
+DIMENSIONS = ("dp", "cp", "tp")
+
+
+def is_first() -> bool:
+    """Whether this process prints and writes."""
+    return not is_parallel() or dist.get_rank() == 0
+
+
+def is_parallel() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def start(given: Namespace) -> None:
+    """Join the other processes of torchrun. All but the first print nothing."""
+    if os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1" and "WORLD_SIZE" not in os.environ:
+        raise UserError("several processes of mpirun are not supported: start torchrun")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = {name: getattr(given, name, 1) for name in DIMENSIONS}
+    if "dp" not in given:
+        sizes["dp"] = max(1, world // (sizes["cp"] * sizes["tp"]))
+    if math.prod(sizes.values()) != world:
+        asked = " x ".join(f"--{name} {size}" for name, size in sizes.items())
+        raise UserError(f"{asked} is not the number of processes, {world}: start torchrun with it")
+    if world == 1:
+        return
+    for name in ("sample", "view"):
+        if name in given:
+            raise UserError(f"--{name} needs one process, got {world}")
+    given.dp = sizes["dp"]
+    on_gpu = torch.cuda.is_available() and not getattr(given, "device", "cuda").startswith("cpu")
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        given.device = f"cuda:{os.environ['LOCAL_RANK']}"
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    if not is_first():
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def parallel(model: Transformer, given: Namespace, cfg: Namespace) -> Callable[..., Tensor]:
+    """Distribute a model. The function that it returns maps a whole batch ids [b, n + 1], the same
+    in every process, to the mean loss of the tokens that this process reads of it."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from native_sparse_attention.distributed import context_parallel_shard, parallelize
+
+    sizes = {name: getattr(given, name, 1) for name in DIMENSIONS}
+    dp, cp = sizes["dp"], sizes["cp"]
+    if cfg.batch_size % dp:
+        raise UserError(f"--batch-size {cfg.batch_size} must be a multiple of --dp {dp}")
+    if cfg.pack:
+        raise UserError("--pack needs one process")
+    step = 2 * cp * math.lcm(cfg.compress_block_sliding_stride, cfg.selection_stride)
+    if cp > 1 and cfg.seq_len % step:
+        raise UserError(f"--seq-len {cfg.seq_len} must be a multiple of {step} with --cp {cp}")
+    device = torch.device(cfg.device).type
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=DIMENSIONS)
+    compile = cfg.compile == "on" or (cfg.compile == "auto" and device == "cuda")
+    try:
+        parallelize(model, mesh, compile=compile)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+    def forward(ids: Tensor, return_loss: bool = True) -> Tensor:
+        rows = ids.chunk(dp)[mesh["dp"].get_local_rank()]
+        ids, labels = context_parallel_shard(mesh["cp"], [rows[:, :-1], rows[:, 1:]], [1, 1])
+        return F.cross_entropy(model(ids).flatten(0, 1).float(), labels.flatten())
+
+    return forward
+
+
+def mean(value: Tensor) -> Tensor:
+    """The mean over all processes."""
+    if not is_parallel():
+        return value
+    value = value.clone()
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
+
+
+def agree(flag: bool, device: str) -> bool:
+    """Whether the flag is set in any process."""
+    return mean(torch.tensor(float(flag), device=device)).item() > 0 if is_parallel() else flag
+
+
+def wait() -> None:
+    """Wait for all processes."""
+    if is_parallel():
+        dist.barrier()
+
+
+def stop() -> None:
+    if is_parallel():
+        dist.destroy_process_group()
+
+
+def in_turn(call: Callable[[], Any]) -> Any:
+    """What `call` returns, which the first process runs before the others."""
+    result = call() if is_first() else None
+    wait()
+    return result if is_first() else call()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that is sharded over processes, in each of them."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
+def load(model: Transformer, weights: dict[str, Tensor]) -> None:
+    """Load whole weights, which every process has read: in one order, as they share them out."""
+    if not is_parallel():
+        model.load_state_dict(weights)
+        return
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    weights = dict(sorted(weights.items()))
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+
+
+def load_optimizer(
+    model: Transformer, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Load the whole state of an optimizer, by names of parameters."""
+    from torch.distributed.checkpoint import state_dict as states
+
+    ordered = {name: dict(sorted(state[name].items())) for name in sorted(state)}
+    groups = states.get_optimizer_state_dict(model, optimizer)["param_groups"]
+    states.set_optimizer_state_dict(
+        model, optimizer, {"state": ordered, "param_groups": groups},
+        options=states.StateDictOptions(full_state_dict=True),
+    )  # fmt: skip
