@@ -370,7 +370,7 @@ class SparseAttention(Started):
         check_rows(inp, is_cached, lengths, documents, **bounds)
         if self.context is not None:
             self.context.check(
-                inp, config, cache=cache, documents=documents, ranking_queries=ranking_queries,
+                inp, config, cache=cache, documents=documents,
                 sliding_window_flex_mask=masks[0], fine_selection_flex_mask=masks[1],
                 collect=self.observer, **bounds,
             )  # fmt: skip
@@ -546,7 +546,7 @@ class SparseAttention(Started):
         if ranking_queries is not None:
             loss = ranking.ranking_loss(
                 config, self.sinks, tensors, ranking_queries, documents, generator,
-                ranking_weights, layout,
+                ranking_weights, layout, None if self.context is None else positions,
             )  # fmt: skip
             results.append(loss)
         if return_block_indices:

@@ -41,7 +41,7 @@ from torch.nn import Module
 
 from . import blocks, compress
 from .attention import SparseAttention
-from .checks import check_bools, check_given, check_type
+from .checks import check_bools, check_given, check_type, describe
 from .config import AttentionConfig, NSAConfig
 from .ops import branches
 from .ops.call import Call
@@ -77,7 +77,8 @@ def sparse_layers(model: Any) -> list[SparseAttention]:
 def refuse(kind: str, arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise ValueError(f"{name} must be None under {kind} parallelism")
+            got = describe(value)
+            raise ValueError(f"{name} must be None under {kind} parallelism, got {got}")
 
 
 # context parallel
@@ -189,7 +190,7 @@ def context_parallel(model: Module, mesh: DeviceMesh) -> Module:
 
     Returns:
         The model. Its sparse layers raise a ValueError if they are given a cache, packed documents
-        or padding, flex masks or `ranking_queries`.
+        or padding, or flex masks. `ranking_queries` are of this rank's tokens.
 
     Raises:
         ValueError: a mesh of several dimensions, or a model without `SparseAttention`.
@@ -237,13 +238,12 @@ def context_parallel_unshard(
     without gradients."""
     check_mesh(mesh)
     context = ContextParallel(mesh)
-    # `gather` has tokens as dimension 2 of 4
-    return [
-        context.gather(x.movedim(dim, 0).flatten(1)[None, None])[0, 0]
-        .unflatten(1, x.movedim(dim, 0).shape[1:])
-        .movedim(0, dim)
-        for x, dim in zip(buffers, seq_dims, strict=True)
-    ]
+    sequences = []
+    for buffer, dim in zip(buffers, seq_dims, strict=True):
+        tokens = buffer.movedim(dim, 0)
+        gathered = context.gather(tokens.reshape(1, 1, len(tokens), -1))
+        sequences.append(gathered.reshape(-1, *tokens.shape[1:]).movedim(0, dim))
+    return sequences
 
 
 # tensor parallel

@@ -99,18 +99,20 @@ def select_queries(t: Tensor, position: Tensor) -> Tensor:
 def ranking_loss(
     config: NSAConfig, sinks: Tensor | None, tensors: dict[str, Tensor], queries: int | Tensor,
     documents: Documents | None, generator: torch.Generator | None = None, weigh: str = "output",
-    layout: Layout | None = None,
+    layout: Layout | None = None, positions: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The KL divergence of the index's softmax over candidate blocks from what these blocks are
     worth (`block_targets`), a mean over m sampled queries of each sequence and KV head that have
     two candidates or more: O(m t) in time and memory. `tensors` [b h n d] are those of `attend`.
-    Queries are entries of the caller's rows, which `layout` moved to rows of `documents`."""
+    Queries are entries of the caller's rows, which `layout` moved to rows of `documents`, or rows
+    of q that are at `positions` [b n] of the keys."""
     s, K, device = config.selection_block_size, config.kv_heads, tensors["q"].device
-    b, n = len(tensors["q"]), tensors["q"].shape[2]
-    length = n if layout is None else layout.target.shape[1]
+    b, n = len(tensors["q"]), tensors["k"].shape[2]
+    length = tensors["q"].shape[2] if layout is None else layout.target.shape[1]
     i = sampled(queries, length, generator, device, rows=b)
     i = torch.atleast_2d(i if layout is None else layout.positions(i))
-    is_token, position = i >= 0, i.clamp(min=0)
+    is_token, row = i >= 0, i.clamp(min=0)
+    position = row if positions is None else positions[: len(row)].gather(1, row)
     if documents is not None:
         position = position.expand(b, -1)
         documents = Documents(*(bound.expand(b, -1).gather(1, position) for bound in documents))
@@ -124,7 +126,7 @@ def ranking_loss(
         if ck.shape[2] == 0:  # no window is complete: no block is a candidate
             ck = F.pad(ck, (0, 0, 0, 1))
         with torch.no_grad():
-            heads = rearrange(select_queries(q, position), "b (k g) m d -> b k g m d", k=K)
+            heads = rearrange(select_queries(q, row), "b (k g) m d -> b k g m d", k=K)
             if sinks is not None:
                 sinks = sinks[config.branches.index("selected")].detach()
             # detached: without gradients there are tangents of forward mode still
@@ -138,7 +140,7 @@ def ranking_loss(
             target = target / total.clamp(min=torch.finfo(total.dtype).tiny)
             counts = (candidate.sum(dim=-1) > 1) & (total[..., 0] > 0)
         scores = importance_scores(
-            select_queries(cq, position).transpose(1, 2),
+            select_queries(cq, row).transpose(1, 2),
             ck.expand(-1, K, -1, -1).transpose(1, 2), None,
             visible_windows(position, ck.shape[2], config.d, config.causal, documents), c,
             config.for_functions.but(scale=None),

@@ -24,6 +24,10 @@ ONE_SOFTMAX = SIZES | dict(
     branches=("selected",), importance="max", rank_rotated=True, num_initial_blocks=1,
     compress_block_size=1, compress_block_sliding_stride=1,
 )  # fmt: skip
+STAGES = ONE_SOFTMAX | dict(
+    compress_block_size=4, compress_block_sliding_stride=4, selection_block_size=4,
+    num_local_blocks=4, num_selected_groups=1,
+)  # fmt: skip
 INDEX = SIZES | dict(branches=("selected", "window"), importance="index", index_dim=6)
 PAPER = SIZES | dict(importance="probs", branch_kv="independent", num_initial_blocks=1)
 SHORT = SIZES | dict(num_initial_blocks=1, num_local_blocks=2)
@@ -31,6 +35,7 @@ SHORT = SIZES | dict(num_initial_blocks=1, num_local_blocks=2)
 CASES = {
     "one-softmax": (ONE_SOFTMAX, {}, True),
     "dense up to 24 tokens": (ONE_SOFTMAX | dict(dense_length=24), {}, False),
+    "two stages": (STAGES, {}, False),
     "paper, means": (PAPER, dict(compress_mlp=MeanPool()), False),
     "short-windows": (SHORT, {}, False),
     "interpolated": (SHORT | dict(interpolated_importance_score=True, qk_norm=True), {}, False),
@@ -94,6 +99,26 @@ def check_block_indices(mesh) -> None:
         torch.testing.assert_close(out, expected)
 
 
+def check_ranking_loss(mesh) -> None:
+    """The loss of an index at a rank's positions is that of these positions of the sequence."""
+    for settings in (INDEX, CASES["index, rotated tokens"][0]):
+        torch.manual_seed(0)
+        layer, x = SparseAttention(**SHAPE | settings).double(), torch.randn(2, 128, 16).double()
+        own, shard = context_parallel_shard(mesh, [torch.arange(128), x], [0, 1])
+        expected = layer(x, ranking_queries=own)[1]
+        expected.backward()
+        gradient = layer.to_index.weight.grad
+        dist.all_reduce(gradient)
+        layer.zero_grad()
+        context_parallel(layer, mesh)
+        loss = layer(shard, ranking_queries=torch.arange(len(own)))[1]
+        loss.backward()
+        dist.all_reduce(layer.to_index.weight.grad)
+        assert expected > 0
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(layer.to_index.weight.grad, gradient)
+
+
 def message(call) -> str:
     try:
         call()
@@ -107,11 +132,8 @@ def check_refused(mesh) -> None:
     x = torch.randn(1, 16, 16)
     refused = dict(
         cache=KVCache(), cu_seqlens=torch.tensor([0, 16]), segment_ids=torch.zeros(1, 16).int(),
-        mask=torch.ones(1, 16).bool(), ranking_queries=2,
-        fine_selection_flex_mask=lambda *args: None,
+        mask=torch.ones(1, 16).bool(), fine_selection_flex_mask=lambda *args: None,
     )  # fmt: skip
-    layer.config = NSAConfig(**SHAPE | INDEX)
-    layer.to_index = torch.nn.Linear(16, 18)
     for name, value in refused.items():
         assert message(lambda n=name, v=value: layer(x, **{n: v})).startswith(f"{name} must be")
     assert "a multiple of 8 tokens" in message(lambda: layer(x[:, :12]))
@@ -134,6 +156,7 @@ if __name__ == "__main__":
             check(name, mesh["cp"], torch.float64)
             check(name, mesh["cp"], torch.float32)
     check_block_indices(mesh["cp"])
+    check_ranking_loss(mesh["cp"])
     check_refused(mesh["cp"])
     print("shards equal whole sequences", flush=True)
     dist.barrier()

@@ -188,7 +188,8 @@ def check_refused(mesh) -> None:
     x = torch.randn(1, 32, 32)
     for name, value in dict(cache=KVCache(), ranking_queries=2, return_cache=True).items():
         refused = message(lambda n=name, v=value: layer(x, **{n: v}))
-        assert refused == f"{name.removeprefix('return_')} must be None under tensor parallelism"
+        name = name.removeprefix("return_")
+        assert refused.startswith(f"{name} must be None under tensor parallelism, got")
     cp, pp = (init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("cp", "pp"))
     assert "mesh must have dimensions" in message(lambda: parallelize(build(SHORT), pp))
     assert "tp_plan needs tp" in message(lambda: parallelize(build(SHORT), cp, tp_plan={}))
