@@ -323,7 +323,7 @@ def largest(capability):
     """Blocks of 32 to 128 keys in tiles of 128; portable on other GPUs."""
     with launch.using({"largest_sm90": True}):
         for s, n, stride in ((32, 16, 1), (64, 16, 4), (128, 13, 1)):
-            for heads in ((16, 4, 128), (8, 2, 64)):
+            for heads in ((16, 4, 128), (8, 2, 64), (4, 4, 32)):
                 settings = dict(selection_block_size=s, num_selected_blocks=n, **TOKENS)
                 rank(BF16, heads, selection_stride=stride, **settings)
                 windows = dict(compress_block_size=16, compress_block_sliding_stride=16)

@@ -291,18 +291,19 @@ def supports_gluon(t: Tensor | Layout) -> bool:
 
 
 @functools.cache
-def operand_layout(bits: int, rank: int) -> Any:
+def operand_layout(swizzle: int, bits: int, rank: int) -> Any:
     """The shared-memory layout of MMA operands."""
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout(128, bits, rank=rank)
+    return gl.NVMMASharedLayout(swizzle, bits, rank=rank)
 
 
 def gluon_box(t: Tensor, shape: list[int]) -> Any:
     """A TMA descriptor of t with boxes of `shape`, in the layout of MMA operands."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = operand_layout(8 * t.element_size(), t.ndim)
+    swizzle = min(128, shape[-1] * t.element_size())
+    layout = operand_layout(swizzle, 8 * t.element_size(), t.ndim)
     return TensorDescriptor(t, list(t.shape), list(t.stride()), shape, layout)
 
 

@@ -45,7 +45,7 @@ STAGES, QUERIES = gl.constexpr(4), gl.constexpr(7)
 REGISTERS = gl.constexpr(216)
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 16]))
 # most blocks of a ranking, widths of heads, and keys of a block
-MAX_SLOTS, WIDTHS, BLOCK_KEYS = 16, (64, 128), (32, 64, 128)
+MAX_SLOTS, WIDTHS, BLOCK_KEYS = 16, (16, 32, 64, 128), (32, 64, 128)
 # leaders of a work tile
 TILE = CONSUMERS.value * ROWS.value
 LENGTHS = ["first_token", "T", "C", "GROUPS", "TILES", "LINES", "RANKS"]
@@ -359,7 +359,9 @@ def is_supported(q: Tensor, config: Any, documents: Any) -> bool:
     is faster. `launch.using({"largest_sm90": True})` ignores the number of tokens; False disables
     the kernel."""
     s, d, forced = config.selection_block_size, config.d, launch.override.get("largest_sm90")
-    sizes = q.dtype.itemsize == 2 and q.shape[-1] in WIDTHS and s % d == 0 and s // d in BLOCK_KEYS
+    # widths below 64 have not run on a GPU
+    sizes = q.shape[-1] in WIDTHS and (forced or q.shape[-1] >= 64)
+    sizes = sizes and q.dtype.itemsize == 2 and s % d == 0 and s // d in BLOCK_KEYS
     is_ranked = config.importance == "max" and config.num_selected_blocks <= MAX_SLOTS
     fills = forced or q.shape[1] >= TILE * config.selection_stride
     return bool(forced is not False and is_ranked and sizes and documents is None and fills)

@@ -85,6 +85,8 @@ LARGEST = [
     (64, sizes(1, 1, 32), dict(num_selected_blocks=5, selection_stride=4)),
     (128, sizes(2, 2, 128), dict(num_selected_blocks=3, causal=False)),
     (128, sizes(4, 4, 128), dict(num_local_blocks=3, scale=-0.1)),
+    (32, sizes(1, 1, 64), dict(num_selected_blocks=8)),
+    (16, sizes(1, 1, 32), dict(num_selected_blocks=8, selection_stride=2)),
 ]
 
 
