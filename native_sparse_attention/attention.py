@@ -367,14 +367,16 @@ class SparseAttention(Started):
             raise ValueError("block_indices must be given with importance='given', got None")
         is_given = block_indices is not None and not is_dense
         bounds = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
-        check_rows(inp, is_cached, lengths, documents, **bounds)
-        if self.context is not None:
-            self.context.check(
-                inp, config, cache=cache, documents=documents,
+        layout: Any
+        if self.context is None:
+            check_rows(inp, is_cached, lengths, documents, **bounds)
+            layout, lengths = layer_layout(inp, config.alignment, is_cached, lengths, **bounds)
+        else:
+            layout = self.context.layout(
+                inp, config, documents, ranking_queries, cache=cache,
                 sliding_window_flex_mask=masks[0], fine_selection_flex_mask=masks[1],
                 collect=self.observer, **bounds,
             )  # fmt: skip
-        layout, lengths = layer_layout(inp, config.alignment, is_cached, lengths, **bounds)
         s = config.selection_block_size
         indices: Any = block_indices
         if layout is not None:
@@ -384,9 +386,12 @@ class SparseAttention(Started):
             elif indices is not None:  # blocks of the cache
                 indices = layout.spread(indices)
             documents = layout.documents if cache is None else None
-        positions = None if documents is None else documents.positions()
+        positions = row_positions = None
         if self.context is not None:
-            positions = self.context.positions(inp)
+            positions = row_positions = self.context.positions(inp, config)
+            positions = positions if documents is None else positions - documents.first
+        elif documents is not None:
+            positions = documents.positions()
         tokens: Any = None if cache is None else cache.new_tokens(inp, lengths)
         start: Any = 0 if tokens is None else tokens.start
         # whether autograd may save what the layer reads of the cache
@@ -465,7 +470,7 @@ class SparseAttention(Started):
         }
         ring = leaders = None
         if self.context is not None:
-            tensors |= self.context.gather_keys(tensors, raw, networks, config, backend)
+            tensors |= self.context.gather_keys(tensors, raw, networks, config, documents, backend)
         elif cache is None:
             tensors |= compress_sequences(raw, networks, config, documents, backend)
         else:
@@ -546,7 +551,7 @@ class SparseAttention(Started):
         if ranking_queries is not None:
             loss = ranking.ranking_loss(
                 config, self.sinks, tensors, ranking_queries, documents, generator,
-                ranking_weights, layout, None if self.context is None else positions,
+                ranking_weights, layout, row_positions,
             )  # fmt: skip
             results.append(loss)
         if return_block_indices:

@@ -379,9 +379,9 @@ def check_bounds(
 
 
 def check_documents(
-    documents: Any, shape: tuple[int, ...], S: int, q_offset: int | Tensor, device: torch.device
+    documents: Any, shape: tuple[int, ...], q_offset: int | Tensor, device: torch.device
 ) -> None:
-    """Check `varlen.Documents` of queries [b p], which must be all of the S tokens; or None."""
+    """Check `varlen.Documents` of queries [b p] at positions from `q_offset` on; or None."""
     if documents is None:
         return
     if getattr(documents, "_fields", None) != ("first", "last"):
@@ -389,9 +389,8 @@ def check_documents(
     for name, t in (("documents.first", documents.first), ("documents.last", documents.last)):
         check_given(**{name: t})
         check_tensor(name, t, INDEX_DTYPES, device, shape)
-    if isinstance(q_offset, Tensor) or q_offset or shape[1] != S:
-        got = f"q_offset={q_offset}, T={shape[1]} and S={S}"
-        raise ValueError(f"documents need queries that are all tokens, got {got}")
+    if isinstance(q_offset, Tensor):
+        raise ValueError(f"q_offset must be an integer with documents, got {describe(q_offset)}")
 
 
 def check_rows(
@@ -401,7 +400,7 @@ def check_rows(
     many tokens are real."""
     shape, mask = inp.shape[:2], bounds.get("mask")
     names = [name for name, t in {**bounds, "documents": documents}.items() if t is not None]
-    check_documents(documents, shape, shape[1], 0, inp.device)
+    check_documents(documents, shape, 0, inp.device)
     if cached and names and names != ["mask"]:
         raise ValueError(f"{names[0]} must be None with a cache, whose rows hold one document each")
     if mask is not None and lengths is not None:

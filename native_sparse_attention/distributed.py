@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,11 +39,18 @@ from torch.distributed.tensor.parallel import (
 from torch.func import functional_call
 from torch.nn import Module
 
-from . import blocks, compress
+from . import blocks, compress, varlen
 from .attention import SparseAttention
-from .checks import check_bools, check_given, check_type, describe
+from .checks import (
+    check_bools,
+    check_documents,
+    check_given,
+    check_rows,
+    check_type,
+    describe,
+)
 from .config import AttentionConfig, NSAConfig
-from .ops import branches
+from .ops import branches, reference
 from .ops.call import Call
 from .transformer import Transformer
 
@@ -51,6 +58,8 @@ from .transformer import Transformer
 all_gather = getattr(
     collectives, "all_gather_single_autograd", collectives.all_gather_tensor_autograd
 )
+
+all_to_all = collectives.all_to_all_single_autograd
 
 # tensors of a call with a row for each query
 QUERIES = ("q", "cq", "branch_gates", "block_indices")
@@ -84,6 +93,49 @@ def refuse(kind: str, arguments: dict[str, Any]) -> None:
 # context parallel
 
 
+@dataclass(frozen=True)
+class Route:
+    """Which entries of a rank's rows [b n] another order of all rows needs, rank by rank."""
+
+    order: Tensor  # [1 m], entries of the flat rows, grouped by the rank that they go to
+    place: Tensor  # [1 (b n)], where each entry of the rows is in `order`; -1 for nowhere
+    counts: list[int]  # of each rank
+
+    @classmethod
+    def of(cls, entry: Tensor, rank: Tensor, ranks: int, size: int) -> Route:
+        """From this rank's entries [m] of `size`, and the ranks that they go to."""
+        order = entry[rank.argsort(stable=True)]
+        place = torch.full((size,), -1, device=order.device)
+        place[order] = torch.arange(len(order), device=order.device)
+        return cls(order[None], place[None], rank.bincount(minlength=ranks).tolist())
+
+    def to(self, device: torch.device) -> Route:
+        return Route(self.order.to(device), self.place.to(device), self.counts)
+
+
+@dataclass(frozen=True)
+class ShardedLayout(varlen.Layout):
+    """The layout of rows that are shards, before and after. Tokens whose rank differs between the
+    two go there by all-to-all. `documents`, `source` and `target` are those of this rank's tokens,
+    with positions in whole rows."""
+
+    routes: tuple[Route, Route]  # of the caller's rows, and of aligned rows
+    group: str
+
+    def move(self, x: Tensor, sent: Route, received: Route) -> Tensor:
+        rows = len(x)
+        x = varlen.Move.apply(x.flatten(0, 1)[None], sent.order, sent.place)[0]
+        x = all_to_all(x.contiguous(), received.counts, sent.counts, self.group)
+        x = varlen.Move.apply(x[None], received.place, received.order)[0]
+        return x.unflatten(0, (rows, -1))
+
+    def spread(self, x: Tensor) -> Tensor:
+        return self.move(x, *self.routes)
+
+    def collect(self, x: Tensor) -> Tensor:
+        return self.move(x, *reversed(self.routes))
+
+
 class ContextParallel:
     """A rank's place in the sequence, which 2 N equal chunks make up: rank r has chunks r and
     `2 N - 1 - r`, so that all ranks have equal work under a causal mask."""
@@ -93,9 +145,8 @@ class ContextParallel:
         self.group: str = mesh.get_group().group_name
         self.chunks = self.rank, 2 * self.size - 1 - self.rank
 
-    def check(self, inp: Tensor, config: NSAConfig, **others: Any) -> None:
-        """Check the input [b n dim] of a layer, and refuse what needs the whole sequence."""
-        refuse("context", others)
+    def check(self, inp: Tensor, config: NSAConfig) -> None:
+        """Check the length of the input [b n dim] of a layer."""
         step = math.lcm(config.d if config.compresses else 1, config.selection_stride)
         chunk, odd = divmod(inp.shape[1], 2)
         if odd or chunk % step or chunk < self.halo_size(config):
@@ -109,11 +160,77 @@ class ContextParallel:
         overlap = config.compress_block_size - config.d if config.compresses else 0
         return blocks.ceil_div(overlap, config.d) * config.d
 
-    def positions(self, inp: Tensor) -> Tensor:
+    def positions(self, inp: Tensor, config: NSAConfig) -> Tensor:
         """The position of each token of [b n dim] in the whole sequence, [b n]."""
+        self.check(inp, config)
         chunk = inp.shape[1] // 2
         token = torch.arange(chunk, device=inp.device)
         return torch.cat([token + i * chunk for i in self.chunks]).expand(len(inp), -1)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's chunks of all tokens."""
+        chunks = x.chunk(2 * self.size, dim)
+        return torch.cat([chunks[i] for i in self.chunks], dim)
+
+    def find(self, position: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Which rank has a position of rows of `length` tokens, and where in its shard."""
+        chunk = length // (2 * self.size)
+        i, offset = position // chunk, position % chunk
+        is_tail = i >= self.size
+        return torch.where(is_tail, 2 * self.size - 1 - i, i), offset + chunk * is_tail
+
+    def layout(
+        self, inp: Tensor, config: NSAConfig, documents: varlen.Documents | None,
+        ranking_queries: Any, cu_seqlens: Tensor | None, segment_ids: Tensor | None,
+        **others: Any,
+    ) -> ShardedLayout | None:  # fmt: skip
+        """The layout of a shard [b n ..] of rows. `cu_seqlens` or `segment_ids` name the documents
+        of whole rows, `documents` those of aligned ones. Refuses what needs whole sequences."""
+        refuse("context", others)
+        check_documents(documents, inp.shape[:2], 0, inp.device)
+        bounds: dict[str, Any] = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids)
+        # of whole rows, without memory
+        check_rows(
+            inp.new_empty(()).expand(len(inp), self.size * inp.shape[1]), False, None, **bounds
+        )
+        names = [name for name, value in bounds.items() if value is not None]
+        if not names:
+            return None
+        if documents is not None:
+            raise ValueError(f"documents and {names[0]} are two ways to name documents: give one")
+        if ranking_queries is not None:
+            raise ValueError(
+                f"ranking_queries must be None with {names[0]} under context parallelism, where "
+                "tokens of packed rows move between ranks: give documents"
+            )
+        (b, n), host = inp.shape[:2], bounds[names[0]].device
+        if n == 0 or n % 2:
+            raise ValueError(f"inp must have two chunks on each context-parallel rank, got {n}")
+        rows = varlen.layout((b, n * self.size), host, config.alignment, **bounds)
+        # aligned rows of 2 N equal chunks: what they have more is of no document
+        length, step = rows.source.shape[1], config.alignment
+        chunk = max(blocks.ceil_div(length, 2 * self.size), self.halo_size(config))
+        aligned = blocks.ceil_div(chunk, step) * step * 2 * self.size
+        end = aligned - length
+        first, last = (torch.cat((t, t[:, -1:].expand(-1, end)), dim=1) for t in rows.documents)
+        own = self.shard(torch.stack((first, last, F.pad(rows.source, (0, end), value=-1))), dim=2)
+        target = self.shard(rows.target)
+
+        token = torch.arange(n * self.size, device=host).expand(b, -1)
+        row = torch.arange(b, device=host)[:, None]
+        places = self.find(token, n * self.size), self.find(rows.target, aligned)
+        routes = []
+        for (rank, i), (other, _), size in zip(
+            places, reversed(places), (n, aligned // self.size), strict=True
+        ):
+            is_own = rank == self.rank
+            route = Route.of((i + row * size)[is_own], other[is_own], self.size, b * size)
+            routes.append(route.to(inp.device))
+        first, last, source = own.to(inp.device)
+        documents = varlen.Documents(first.int(), last.int())
+        return ShardedLayout(
+            documents, source, target.to(inp.device), (routes[0], routes[1]), self.group
+        )
 
     def gather(self, x: Tensor) -> Tensor:
         """All tokens in order, [b h (N n) d], of those of each rank [b h n d]. The gradients of all
@@ -131,7 +248,7 @@ class ContextParallel:
 
     def gather_keys(
         self, tensors: dict[str, Tensor], raw: dict[str, Tensor], networks: compress.Networks,
-        config: NSAConfig, backend: str,
+        config: NSAConfig, documents: varlen.Documents | None, backend: str,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Keys and values of the whole sequence: those of `tensors` [b h n d], and the compressed
         ones of `raw`, which each rank compresses for the windows that end in its chunks."""
@@ -142,12 +259,25 @@ class ContextParallel:
             if size:
                 chunks = torch.cat((self.halos(chunks, size), chunks), dim=3)
             rows[name] = chunks.transpose(1, 2).flatten(0, 1)  # [(b 2) h size + c d]
-        compressed = compress.compress_sequences(rows, networks, config, None, backend)
+        if documents is not None and raw:
+            documents = self.chunk_documents(documents, size)
+        compressed = compress.compress_sequences(rows, networks, config, documents, backend)
         keys = {name: t for name, t in tensors.items() if name not in ("q", "cq")}
         for name, t in compressed.items():
             windows = t[:, :, size // d :].unflatten(0, (-1, 2))
             keys[name] = windows.transpose(1, 2).flatten(2, 3)
         return {name: self.gather(t) for name, t in keys.items()}
+
+    def chunk_documents(self, documents: varlen.Documents, size: int) -> varlen.Documents:
+        """The documents of [(b 2) size + c] tokens of each chunk, counted from the first of these:
+        any for the `size` tokens before the chunk, whose windows are not kept."""
+        bounds = []
+        for bound in documents:
+            chunk = bound.shape[1] // 2
+            starts = bound.new_tensor(self.chunks) * chunk - size
+            chunks = bound.unflatten(1, (2, chunk)) - starts[:, None]
+            bounds.append(F.pad(chunks, (size, 0)).flatten(0, 1))
+        return varlen.Documents(*bounds)
 
     def attend(
         self, call: Call, config: AttentionConfig, backend: str, keep_slots: bool = False
@@ -155,12 +285,10 @@ class ContextParallel:
         """`branches.attend` of the queries [b n h d] of each chunk, at their positions."""
         size, results = call.q.shape[1] // 2, []
         for i, chunk in enumerate(self.chunks):
-            rows = {
-                name: t[:, i * size : (i + 1) * size]
-                for name in QUERIES
-                if (t := getattr(call, name)) is not None
-            }
-            part = call.but(**rows, q_offset=chunk * size)
+            own = slice(i * size, (i + 1) * size)
+            rows = {n: t[:, own] for n in QUERIES if (t := getattr(call, n)) is not None}
+            documents = reference.slice_documents(call.documents, own)
+            part = call.but(**rows, documents=documents, q_offset=chunk * size)
             results.append(branches.attend(part, config, backend, keep_slots))
         (out, indices), (tail, tail_indices) = results
         out = torch.cat((out, tail), dim=1)
@@ -189,8 +317,9 @@ def context_parallel(model: Module, mesh: DeviceMesh) -> Module:
         mesh: of one dimension, such as `mesh["cp"]`.
 
     Returns:
-        The model. Its sparse layers raise a ValueError if they are given a cache, packed documents
-        or padding, or flex masks. `ranking_queries` are of this rank's tokens.
+        The model. Its sparse layers raise a ValueError if they are given a cache, padding, or flex
+        masks. `cu_seqlens` and `segment_ids` are those of whole rows, the same on all ranks;
+        `documents` and `ranking_queries` are of this rank's tokens.
 
     Raises:
         ValueError: a mesh of several dimensions, or a model without `SparseAttention`.
@@ -225,8 +354,7 @@ def context_parallel_shard(
                 f"buffers must have a multiple of {2 * context.size} tokens, twice the ranks of "
                 f"mesh, got {buffer.shape[dim]}"
             )
-        chunks = buffer.chunk(2 * context.size, dim)
-        shards.append(torch.cat([chunks[i] for i in context.chunks], dim))
+        shards.append(context.shard(buffer, dim))
     return shards
 
 

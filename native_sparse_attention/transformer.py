@@ -395,8 +395,15 @@ class Transformer(Started):
             )
         bounds = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
         alignment, cached = getattr(blocks[0][0], "alignment", 1), cache is not None or return_cache
-        check_rows(ids, cached, lengths, **bounds)
-        layout, lengths = layer_layout(ids, alignment, cached, lengths, **bounds)
+        context: Any = getattr(blocks[0][0], "context", None)
+        layout: Any
+        if context is None:
+            check_rows(ids, cached, lengths, **bounds)
+            layout, lengths = layer_layout(ids, alignment, cached, lengths, **bounds)
+        else:
+            layout = context.layout(
+                ids, blocks[0][0].config, None, ranking_queries, cache=cache, **bounds
+            )
         if cache is None and return_cache:
             cache = self.new_cache()
         check_ranking(ranking_queries, ranking_weights, generator, cache)

@@ -20,9 +20,9 @@ from .checks import describe
 
 
 class Documents(NamedTuple):
-    """For each position [b p] of aligned rows: the first position of its document and one past the
-    last, int32. Positions between two documents hold no token. Results there are meaningless, and
-    no token sees them."""
+    """For each position [b p] of aligned rows, or those of queries alone: the first position of its
+    document and one past the last, int32. Positions between two documents hold no token. Results
+    there are meaningless, and no token sees them."""
 
     first: Tensor
     last: Tensor

@@ -135,7 +135,7 @@ def dense_queries(call: Call, config: AttentionConfig, keep_slots: bool) -> int 
     # an exported graph has one form for all lengths
     is_known = not isinstance(offset, Tensor) and not is_exporting()
     if length and documents is not None:
-        positions = documents.positions()
+        positions = reference.query_positions(call.q, offset) - documents.first
         return positions < length if causal else documents.last - documents.first <= length
     if length and causal and not is_known:
         return reference.query_positions(call.q, offset) < length

@@ -120,7 +120,7 @@ def compressed_keys(call: Call, config: AttentionConfig) -> Any:
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
         block_mask = sliding_block_mask(T, 1, 0, True, 1, q.device)
     elif documents is not None:
-        i = torch.arange(T, device=q.device)
+        i = torch.arange(call.q_offset, call.q_offset + T, device=q.device)
         bounds = visible_windows(i, kv_len - num_mem, d, config.causal, documents)
         block_mask = range_block_mask(*bounds, kv_len, num_mem)
     elif config.causal:
@@ -183,7 +183,7 @@ def window_keys(call: Call, config: AttentionConfig) -> Any:
     T, S, max_past = q.shape[1], k.shape[1], config.sliding_window_size
     max_future = 0 if config.causal else max_past
     if documents is not None:
-        i = torch.arange(T, device=q.device)
+        i = torch.arange(start, start + T, device=q.device)
         lo, hi = documents.first.maximum(i - max_past), documents.last.minimum(i + 1 + max_future)
         return k, v, range_block_mask(lo, hi, S)
     # drop keys that no query sees, so that every step of a long decode has one shape

@@ -164,7 +164,7 @@ def checked(call: Call, config: AttentionConfig, is_layer: bool = True) -> Call:
         if causal or config.ranks:
             check_windows(dims["W"], S, config.d, causal=causal, q_offset=call.q_offset)
     offset = check_offset(call.q_offset, dims, S, causal, device)
-    check_documents(call.documents, (dims["B"], dims["T"]), S, offset, device)
+    check_documents(call.documents, (dims["B"], dims["T"]), offset, device)
     heads = dims["K" if config.query_heads_share_selected_kv else "H"]
     shape, stride = (dims["B"], heads, config.num_selected_blocks), config.selection_stride
     check_tensor("leader_indices", call.leader_indices, (torch.int32,), device, shape)

@@ -40,7 +40,8 @@ DOCUMENTATION = """
         segment_ids: [B, T], integers, instead of `cu_seqlens`: a run of one id is a document.
         mask: [B, T], True for tokens and False for padding, on either side. No token sees padding;
             results of padding are 0.
-        documents: `varlen.Documents` of rows that are aligned already.
+        documents: `varlen.Documents` of rows that are aligned already; of the queries alone with
+            `q_offset`, an integer.
 
     Raises:
         ValueError: shapes, dtypes, devices or settings do not match.

@@ -14,6 +14,7 @@ from native_sparse_attention.distributed import (
     context_parallel_shard,
     context_parallel_unshard,
 )
+from native_sparse_attention.varlen import Documents
 
 SHAPE = dict(dim=16, dim_head=8, heads=4, kv_heads=2, causal=True)
 SIZES = dict(
@@ -51,27 +52,42 @@ CASES = {
 }
 
 
-def check(name: str, mesh, dtype: torch.dtype, **changes) -> None:
+# lengths of documents, in each 64 tokens
+DOCUMENTS = [13, 3, 0, 1, 30, 17]
+
+
+def documents(kind: str, length: int) -> dict[str, torch.Tensor]:
+    """Arguments of a layer, those of whole rows: "" for none."""
+    lengths = torch.tensor(DOCUMENTS * (length // 64))
+    if kind == "segment_ids":
+        ids = torch.arange(len(lengths)).repeat_interleave(lengths)
+        return dict(segment_ids=torch.stack((ids, ids.flip(0))))
+    return dict(cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0))) if kind else {}
+
+
+def check(name: str, mesh, dtype: torch.dtype, kind: str = "", **changes) -> None:
     settings, networks, is_exact = CASES[name]
     torch.manual_seed(0)
     config, length = NSAConfig(**SHAPE | settings | changes), 32 * mesh.size()
+    bounds, rows = documents(kind, length), 1 if kind == "cu_seqlens" else 2
     layer = SparseAttention.from_config(config, **networks).to(dtype)
     with torch.no_grad():
         for weight in layer.parameters():  # none at 0
             weight += 0.1 * torch.randn_like(weight)
-    x, d_out = torch.randn(2, 2, length, 16, dtype=dtype)
+    x, d_out = torch.randn(2, rows, length, 16, dtype=dtype)
     whole = x.clone().requires_grad_()
-    expected = layer(whole)
+    expected = layer(whole, **bounds)
     expected.backward(d_out)
     gradients = {name: p.grad for name, p in layer.named_parameters()}
     layer.zero_grad()
 
     context_parallel(layer, mesh)
     x, d_out = context_parallel_shard(mesh, [x, d_out], [1, 1])
-    out = layer(x.requires_grad_())
+    out = layer(x.requires_grad_(), **bounds)
     out.backward(d_out)
     out, d_x = context_parallel_unshard(mesh, [out, x.grad], [1, 1])
     tolerance = dict(atol=1e-12, rtol=0) if dtype == torch.float64 else dict(atol=2e-5, rtol=1e-5)
+    is_exact = is_exact and not kind
     exact = dict(atol=0, rtol=0) if is_exact and dtype == torch.float64 else tolerance
     torch.testing.assert_close(out, expected, **exact)
     torch.testing.assert_close(d_x, whole.grad, **tolerance)
@@ -84,15 +100,16 @@ def check(name: str, mesh, dtype: torch.dtype, **changes) -> None:
 
 def check_block_indices(mesh) -> None:
     """Blocks of a whole sequence given to shards, and asked of them, are the same."""
-    for stride in (1, 4):
+    for stride, kind in ((1, ""), (4, ""), (4, "cu_seqlens")):
+        bounds = documents(kind, 64)
         settings = SHAPE | ONE_SOFTMAX | dict(selection_stride=stride)
         torch.manual_seed(0)
         layer, x = SparseAttention(**settings), torch.randn(1, 64, 16)
-        expected, blocks = layer(x, return_block_indices=True)
+        expected, blocks = layer(x, return_block_indices=True, **bounds)
         context_parallel(layer, mesh)
         x, shard = context_parallel_shard(mesh, [x, blocks], [1, 1])
-        out, found = layer(x, return_block_indices=True)
-        again = layer(x, block_indices=shard)
+        out, found = layer(x, return_block_indices=True, **bounds)
+        again = layer(x, block_indices=shard, **bounds)
         out, found, again = context_parallel_unshard(mesh, [out, found, again], [1] * 3)
         assert torch.equal(found, blocks)
         assert torch.equal(out, again)
@@ -101,17 +118,23 @@ def check_block_indices(mesh) -> None:
 
 def check_ranking_loss(mesh) -> None:
     """The loss of an index at a rank's positions is that of these positions of the sequence."""
-    for settings in (INDEX, CASES["index, rotated tokens"][0]):
+    first, last = torch.tensor([[0] * 40 + [40] * 88, [33] * 40 + [128] * 88], dtype=torch.int32)
+    packed = Documents(*(bound.expand(2, -1) for bound in (first, last)))
+    for settings, rows in (
+        (INDEX, None), (CASES["index, rotated tokens"][0], None), (INDEX, packed)
+    ):  # fmt: skip
         torch.manual_seed(0)
         layer, x = SparseAttention(**SHAPE | settings).double(), torch.randn(2, 128, 16).double()
         own, shard = context_parallel_shard(mesh, [torch.arange(128), x], [0, 1])
-        expected = layer(x, ranking_queries=own)[1]
+        expected = layer(x, documents=rows, ranking_queries=own)[1]
         expected.backward()
         gradient = layer.to_index.weight.grad
         dist.all_reduce(gradient)
         layer.zero_grad()
         context_parallel(layer, mesh)
-        loss = layer(shard, ranking_queries=torch.arange(len(own)))[1]
+        if rows is not None:
+            rows = Documents(*context_parallel_shard(mesh, rows, [1, 1]))
+        loss = layer(shard, documents=rows, ranking_queries=torch.arange(len(own)))[1]
         loss.backward()
         dist.all_reduce(layer.to_index.weight.grad)
         assert expected > 0
@@ -131,11 +154,20 @@ def check_refused(mesh) -> None:
     layer = context_parallel(SparseAttention(**SHAPE, **SHORT), mesh)
     x = torch.randn(1, 16, 16)
     refused = dict(
-        cache=KVCache(), cu_seqlens=torch.tensor([0, 16]), segment_ids=torch.zeros(1, 16).int(),
-        mask=torch.ones(1, 16).bool(), fine_selection_flex_mask=lambda *args: None,
+        cache=KVCache(), mask=torch.ones(1, 16).bool(),
+        fine_selection_flex_mask=lambda *args: None,
     )  # fmt: skip
     for name, value in refused.items():
         assert message(lambda n=name, v=value: layer(x, **{n: v})).startswith(f"{name} must be")
+    layout = dict(cu_seqlens=torch.tensor([0, 16 * mesh.size()]))
+    assert "must have two chunks" in message(lambda: layer(x[:, :0], segment_ids=x[:, :0, 0].int()))
+    assert "two ways to name documents" in message(
+        lambda: layer(x, documents=Documents(*torch.zeros(2, 1, 16).int()), **layout)
+    )
+    index = context_parallel(SparseAttention(**SHAPE | INDEX), mesh)
+    assert "ranking_queries must be None with cu_seqlens" in message(
+        lambda: index(x, ranking_queries=2, **layout)
+    )
     assert "a multiple of 8 tokens" in message(lambda: layer(x[:, :12]))
     assert "at least" in message(lambda: layer(x[:, :0]))
     assert "must have SparseAttention" in message(
@@ -152,9 +184,11 @@ if __name__ == "__main__":
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     for name in CASES:
         check(name, mesh["cp"], torch.float64, selection_stride=4)
+        check(name, mesh["cp"], torch.float64, "cu_seqlens", selection_stride=4)
         if dist.get_world_size() == 2:
             check(name, mesh["cp"], torch.float64)
             check(name, mesh["cp"], torch.float32)
+            check(name, mesh["cp"], torch.float64, "segment_ids")
     check_block_indices(mesh["cp"])
     check_ranking_loss(mesh["cp"])
     check_refused(mesh["cp"])

@@ -76,11 +76,11 @@ def make_optimizer(model) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def steps(model, optimizer, ids, labels) -> tuple[torch.Tensor, torch.Tensor]:
+def steps(model, optimizer, ids, labels, **call) -> tuple[torch.Tensor, torch.Tensor]:
     """Two steps; the mean loss of the second over all ranks, and the norm of its gradients."""
     for _ in range(2):
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+        loss = F.cross_entropy(model(ids, **call).flatten(0, 1), labels.flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -98,11 +98,14 @@ def check_weights(model, expected) -> None:
         torch.testing.assert_close(whole(q), whole(p), msg=lambda m, n=name: f"{n}: {m}")
 
 
-def check(sizes: dict[str, int], settings: dict, model_options=None, **options) -> None:
+def check(
+    sizes: dict[str, int], settings: dict, model_options=None, call=None, **options
+) -> None:  # fmt: skip
     plain, model = (build(settings, **(model_options or {})) for _ in range(2))
-    expected = steps(plain, make_optimizer(plain), *batch())
+    call = call or {}
+    expected = steps(plain, make_optimizer(plain), *batch(), **call)
     rows = distribute(model, sizes, **options)
-    torch.testing.assert_close(steps(model, make_optimizer(model), *rows), expected)
+    torch.testing.assert_close(steps(model, make_optimizer(model), *rows, **call), expected)
     check_weights(model, plain)
     print(f"{' x '.join(sizes)} equals one process", flush=True)
 
@@ -205,6 +208,8 @@ if __name__ == "__main__":
             check({name: 2}, ONE_SOFTMAX, dict(share_ranking=[0]))
             check({name: 2}, PAPER | EXTRAS)
             check({name: 2}, INDEX, dict(local_layers=[1]), activation_checkpointing=True)
+        ids = torch.arange(128).gt(torch.tensor([[20], [51], [64], [99]])).int()
+        check({"cp": 2}, SHORT, dict(local_layers=[0]), dict(segment_ids=ids))
         for network in (GroupedMLP(8, 8, 4), ConvLinearCompress(4, 8, 8), AttentionPool(8, 8)):
             check({"tp": 2}, SHORT, dict(compress_mlp=network))
         check_own_model()

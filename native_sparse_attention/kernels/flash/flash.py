@@ -341,8 +341,13 @@ def nsa_flash_dkv(
     full, full_end = steps.seen_by(last, n0, reach, stride, F.KIND)
     if F.DOCUMENTS:
         firsts, lasts = documents.first + b * T, documents.last + b * T
-        first, full_end = steps.document_interval(first, full_end, n0 * unit, T, firsts, lasts, 1)
-        full, end = steps.document_interval(full, end, last * unit, T, firsts, lasts, 1)
+        # bounds at queries: a key before them all may be of a document that ended before them
+        n0_token, last_token = n0 * unit - start, last * unit - start
+        first, full_end = steps.document_interval(first, full_end, n0_token, T, firsts, lasts, 1)
+        full, end = steps.document_interval(full, end, last_token, T, firsts, lasts, 1)
+        begin = tl.load(firsts)
+        full_end = tl.where(n0 * unit < begin, 0, full_end)
+        end = tl.where(last * unit < begin, 0, end)
         # no query sees a key past its document's last token
         full_end = tl.where(last * unit < end, full_end, 0)
     first_tile = tl.maximum(first - start, 0) // TOKENS

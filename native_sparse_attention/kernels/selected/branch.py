@@ -32,7 +32,8 @@ def append_initial_blocks(selection: launch.Selection) -> launch.Selection:
     block_indices, gates, s = selection.block_indices, selection.gates, selection.s
     first, end = documents.blocks(s)
     if selection.causal:
-        query_block = torch.arange(block_indices.shape[1], device=block_indices.device) // s
+        token = torch.arange(block_indices.shape[1], device=block_indices.device)
+        query_block = (selection.start + token) // s
         # the KV range covers the local blocks
         end = end.minimum(query_block + 1 - selection.num_local)
     block = first[..., None] + torch.arange(count, device=block_indices.device)

@@ -67,8 +67,10 @@ def window_weight(c, j, end, d: tl.constexpr, s: tl.constexpr, BLOCK_S: tl.const
     return weight
 
 
-@triton.jit(do_not_specialize=["T", "C", "W"])
-def nsa_topk_block_keys(ck, keys, sizes, documents, T, C, W, K, scale, F: tl.constexpr):
+@triton.jit(do_not_specialize=["first_token", "T", "C", "W"])
+def nsa_topk_block_keys(
+    ck, keys, sizes, documents, first_token, T, C, W, K, scale, F: tl.constexpr
+):
     """One program: mean keys of a tile of blocks of one row and KV head, as [HALVES, BLOCK_D] and
     the power of two that undoes their scaling. Program 1 of axis 2 writes the keys for queries that
     do not see the window after the block: the block's last window replaces that window."""
@@ -80,8 +82,9 @@ def nsa_topk_block_keys(ck, keys, sizes, documents, T, C, W, K, scale, F: tl.con
     lo = c * 0
     end = lo + W
     if documents is not None:
+        # bounds at queries: those of blocks that no query sees do not matter
         lo, end = steps.document_interval(
-            lo, end, c * F.s, T, documents.first + b * T, documents.last + b * T, F.d
+            lo, end, c * F.s - first_token, T, documents.first + b * T, documents.last + b * T, F.d
         )
     last = end - 1
     if tl.program_id(2) == 1:
@@ -485,7 +488,7 @@ def select_blocks(
     sizes = ck.new_empty(rows, dtype=torch.float32)
     launcher(nsa_topk_block_keys, conversion.grid)(
         strided(ck), keys, sizes, None if config.importance == "max" else documents,
-        T=0 if documents is None else documents.first.shape[1], W=W, K=K, **conversion.args,
+        first_token=start, T=q.shape[1], W=W, K=K, **conversion.args,
     )  # fmt: skip
     groups = out if groups is None else groups
     launcher(nsa_topk_logits, ranking.grid)(keys=keys, sizes=sizes, groups=groups, **args)
