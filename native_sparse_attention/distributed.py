@@ -9,6 +9,7 @@ N  ranks of the mesh       c  tokens of a chunk      w  windows
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torch.func import functional_call
@@ -76,9 +78,10 @@ def check_mesh(mesh: Any, names: Sequence[str] | None = None) -> None:
 
 
 def sparse_layers(model: Any) -> list[SparseAttention]:
+    """The layers of a model; none of a model under `hf.use_sparse_attention`."""
     check_type("model", model, Module, "an nn.Module")
     layers = [module for module in model.modules() if isinstance(module, SparseAttention)]
-    if not layers:
+    if not layers and not (is_pretrained(model) and model.config._attn_implementation == "nsa"):
         raise ValueError(f"model must have SparseAttention layers, got {type(model).__name__}")
     return layers
 
@@ -160,9 +163,10 @@ class ContextParallel:
         overlap = config.compress_block_size - config.d if config.compresses else 0
         return blocks.ceil_div(overlap, config.d) * config.d
 
-    def positions(self, inp: Tensor, config: NSAConfig) -> Tensor:
-        """The position of each token of [b n dim] in the whole sequence, [b n]."""
-        self.check(inp, config)
+    def positions(self, inp: Tensor, config: NSAConfig | None = None) -> Tensor:
+        """The position of each token of [b n ..] in the whole sequence, [b n]."""
+        if config is not None:
+            self.check(inp, config)
         chunk = inp.shape[1] // 2
         token = torch.arange(chunk, device=inp.device)
         return torch.cat([token + i * chunk for i in self.chunks]).expand(len(inp), -1)
@@ -326,8 +330,11 @@ def context_parallel(model: Module, mesh: DeviceMesh) -> Module:
     """
     check_mesh(mesh)
     context = ContextParallel(mesh)
-    for layer in sparse_layers(model):
+    layers = sparse_layers(model)
+    for layer in layers:
         layer.context = context
+    if is_pretrained(model):
+        shard_pretrained(model, context, is_drop_in=not layers)
     return model
 
 
@@ -537,6 +544,108 @@ def split_transformer(model: Transformer, mesh: DeviceMesh) -> None:
         replicate(module, mesh)
 
 
+# models of transformers
+
+# styles of their `tp_plan`. A norm of heads has weights of which each rank sees its own heads
+STYLES: dict[str, ParallelStyle] = {
+    "colwise": ColwiseParallel(),
+    "rowwise": RowwiseParallel(),
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+    "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+# arguments of their forwards that need the whole sequence
+WHOLE = (
+    "attention_mask", "cache", "past_key_values", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx",
+    "ranking_queries",
+)  # fmt: skip
+
+
+def is_pretrained(model: Any) -> bool:
+    """Whether a model is a PreTrainedModel of transformers, which this does not import."""
+    return hasattr(model, "_no_split_modules") and hasattr(model, "config")
+
+
+def decoder_of(model: Any) -> Any:
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+def leave_out_cache(decoder: Any, inputs: Any, arguments: dict[str, Any]) -> Any:
+    """A hook: models of transformers make a cache by default, which sparse layers refuse."""
+    if all(arguments.get(name) is None for name in ("cache", "past_key_values")):
+        arguments["use_cache"] = False
+    return inputs, arguments
+
+
+def shard_pretrained(model: Any, context: ContextParallel, is_drop_in: bool) -> None:
+    """Give a model under `hf.use_sparse_attention` the positions of its shard. Refuse what needs
+    the whole sequence."""
+
+    def enter(decoder: Any, inputs: Any, arguments: dict[str, Any]) -> Any:
+        refuse("context", {name: arguments.get(name) for name in WHOLE})
+        arguments["use_cache"] = False
+        if is_drop_in:
+            from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+            named = arguments.get("input_ids"), arguments.get("inputs_embeds")
+            x = next(t for t in (*inputs, *named) if t is not None)
+            positions, given = context.positions(x), arguments.get("position_ids")
+            if given is not None and not torch.equal(given.expand_as(positions), positions):
+                raise ValueError(f"position_ids must be those of the shard, got {describe(given)}")
+            mask = ALL_MASK_ATTENTION_FUNCTIONS["nsa"](len(x), x.shape[1], x.shape[1])
+            arguments |= dict(position_ids=positions, attention_mask=mask)
+        return inputs, arguments
+
+    def check_labels(model: Any, inputs: Any, arguments: dict[str, Any]) -> None:
+        if arguments.get("labels") is not None and arguments.get("shift_labels") is None:
+            raise ValueError(
+                "labels must be None without shift_labels under context parallelism, where the "
+                "next token may be another rank's, got labels alone"
+            )
+
+    if is_drop_in:
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                module.context = context
+    decoder_of(model).register_forward_pre_hook(enter, with_kwargs=True)
+    model.register_forward_pre_hook(check_labels, with_kwargs=True)
+
+
+def split_pretrained(model: Any, mesh: DeviceMesh, is_drop_in: bool) -> None:
+    """Split modules by the `tp_plan` of a model; its other weights are replicated."""
+    kv_heads = model.config.num_key_value_heads
+    if is_drop_in and kv_heads % mesh.size():
+        raise ValueError(
+            f"model must have a multiple of the {mesh.size()} tensor-parallel ranks as "
+            f"num_key_value_heads, got {kv_heads}"
+        )
+    if not is_drop_in:
+        decoder_of(model).register_forward_pre_hook(leave_out_cache, with_kwargs=True)
+    plan: dict[str, str] = {}
+    for pattern, style in (model.tp_plan or {}).items():
+        form = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        plan |= {name: style for name, _ in model.named_modules() if form.fullmatch(name)}
+    if unknown := {name: style for name, style in plan.items() if style not in STYLES}:
+        raise ValueError(
+            f"tp_plan of {type(model).__name__} must have the styles {', '.join(STYLES)}, got "
+            f"{next(iter(unknown.items()))}"
+        )
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    parallelize_module(model, mesh, {name: STYLES[style] for name, style in plan.items()})
+    local = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
+    for name, module in [*model.named_modules()]:
+        parameters = dict(module.named_parameters(recurse=False))
+        if all(isinstance(p, DTensor) for p in parameters.values()):
+            continue
+        if [*module.children()] or name.rpartition(".")[0] in local | {name}:
+            raise ValueError(
+                f"tp_plan of {type(model).__name__} must name {name}, which has {[*parameters]}"
+            )
+        replicate(module, mesh)
+    if tied:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+
+
 # all of them
 
 
@@ -555,17 +664,20 @@ def parallelize(
 
     * "cp" shards the sequence: `context_parallel`.
     * "tp" splits the heads of sparse layers by KV head, with gates, compression, sinks and ranking,
-      and the feed-forward layers of a `Transformer`. All ranks take the same input.
+      the feed-forward layers of a `Transformer`, and a model of transformers by its own `tp_plan`.
+      All ranks take the same input.
     * "dp" takes other rows. FSDP2 shards weights over the ranks of "dp" and "cp" together and
       averages gradients over them, so that each rank gives the mean loss of its own tokens.
 
     Args:
-        model: a `Transformer`, or a module that contains `SparseAttention` layers.
+        model: a `Transformer`, a module that contains `SparseAttention` layers, or a model of
+            transformers: an `NSAForCausalLM`, of `hf.convert`, or of `hf.use_sparse_attention`.
         mesh: dimensions "dp", "cp" and "tp", in this order; any may be missing or of size 1.
         blocks: modules that are compiled and sharded one by one; by default the layers of a
-            `Transformer`, none of another model.
+            `Transformer` or a model of transformers, none of another model.
         tp_plan: styles of `torch.distributed.tensor.parallel` for other modules of the model.
-        activation_checkpointing: recompute each layer in the backward pass; of a `Transformer`.
+        activation_checkpointing: recompute each layer in the backward pass; of a `Transformer` or a
+            model of transformers.
         compile: compile each block; a dict has arguments of `torch.compile`.
         mp_policy: dtypes of FSDP2, such as `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.
 
@@ -580,15 +692,21 @@ def parallelize(
     check_bools(activation_checkpointing=activation_checkpointing)
     names: tuple[str, ...] = mesh.mesh_dim_names or ()
     data = tuple(name for name in names if name != "tp")
-    is_transformer = isinstance(model, Transformer)
-    if activation_checkpointing and not is_transformer:
-        raise ValueError("activation_checkpointing goes with a Transformer: wrap other layers")
+    pretrained: Any = model if is_pretrained(model) else None
+    if activation_checkpointing and not isinstance(model, Transformer) and pretrained is None:
+        raise ValueError(
+            "activation_checkpointing goes with a Transformer or a model of transformers: wrap "
+            "other layers"
+        )
     for name, value, needed in (("tp_plan", tp_plan, "tp"), ("mp_policy", mp_policy, "dp or cp")):
         if value is not None and not (data if name == "mp_policy" else "tp" in names):
             raise ValueError(f"{name} needs {needed} among the dimensions of mesh, got {names}")
     layers = sparse_layers(model)
     if blocks is None:
         blocks = [*model.layers] if isinstance(model, Transformer) else []
+        if pretrained is not None:
+            kinds = pretrained._no_split_modules or ()
+            blocks = [module for module in model.modules() if type(module).__name__ in kinds]
 
     if "cp" in names and mesh["cp"].size() > 1:
         context_parallel(model, mesh["cp"])
@@ -597,10 +715,15 @@ def parallelize(
             split_heads(layer, mesh["tp"])
         if isinstance(model, Transformer):
             split_transformer(model, mesh["tp"])
+        if pretrained is not None and tp_plan is None:
+            split_pretrained(pretrained, mesh["tp"], is_drop_in=not layers)
         if tp_plan is not None:
             parallelize_module(model, mesh["tp"], dict(tp_plan))
     if isinstance(model, Transformer) and activation_checkpointing:
         model.activation_checkpointing = True
+    elif activation_checkpointing:
+        enable = getattr(pretrained, "activation_checkpointing_enable", None)  # since 5.24
+        (enable or pretrained.gradient_checkpointing_enable)(dict(use_reentrant=False))
     if compile:
         for block in blocks:
             block.compile(**(compile if isinstance(compile, Mapping) else {}))

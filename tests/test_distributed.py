@@ -49,6 +49,16 @@ def test_parallel(tmp_path):
     assert printed.count("a checkpoint resumes on other meshes") == 2
 
 
+def test_models_of_transformers(tmp_path):
+    """Drop-in, converted and native ones."""
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    printed = torchrun("pretrained_worker.py", 2, str(tmp_path))
+    for name, number in dict(dp=2, tp=6, cp=6).items():
+        assert len(re.findall(rf"{name} of [^=]*? equals one process", printed)) == 2 * number
+    assert printed.count("what shards lack is refused") == 2
+    assert printed.count("from_pretrained splits a model") == 2
+
+
 def test_products_of_parallelisms():
     printed = torchrun("parallel_worker.py", 4)
     for name, number in {"dp x tp": 1, "cp x tp": 2, "dp x cp": 1}.items():
@@ -57,7 +67,7 @@ def test_products_of_parallelisms():
 
 def test_script_of_the_documentation(tmp_path):
     blocks = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-    training, resuming = blocks
+    training, _, resuming = blocks
     end = "dist.destroy_process_group()\n"
     assert training.endswith(end)
     script = tmp_path / "train.py"

@@ -55,6 +55,9 @@ def attention(
     effect."""
     (B, _, T, _), S, is_window = query.shape, key.shape[2], sliding_window is not None
     mask = NSAMask(S) if attention_mask is None else attention_mask
+    context = getattr(module, "context", None)  # of distributed.parallelize: tokens are a shard
+    if context is not None:  # it gave the positions
+        options["position_ids"] = None
     mask = check_call(module, mask, (B, T), query.device, options)
     dtype = value.dtype
     if torch.is_autocast_enabled(query.device.type):
@@ -78,7 +81,10 @@ def attention(
         return out.to(dtype).contiguous(), None
 
     L = mask.length
-    if isinstance(L, int) and S > L:  # a static cache is longer than its sequences
+    if context is not None:
+        k, v = (context.gather(t.transpose(1, 2)).transpose(1, 2) for t in (k, v))
+        S, L = k.shape[1], T
+    elif isinstance(L, int) and S > L:  # a static cache is longer than its sequences
         k, v, S = k[:, :L], v[:, :L], L
     settings = drop_in_settings(module.config)
     ranking_layers = (getattr(module.config, KEY, None) or {}).get("share_ranking")
@@ -90,6 +96,9 @@ def attention(
     backend, dense_length = settings.pop("backend"), settings["dense_length"]
     stride = settings["selection_stride"]
     l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
+    if context is not None and T % (2 * stride):
+        expected = f"a multiple of {2 * stride} tokens on each context-parallel rank"
+        raise ValueError(f"input_ids must have {expected}, got {T}")
 
     # queries are at positions `starts` + 0, 1, .., none of them before `first`; where rows differ,
     # they and the keys move there
@@ -159,14 +168,15 @@ def attention(
             block_indices = decode.new_indices(call, config)
             call = call.but(new_indices=block_indices)
         out = decode.run_decode_kernels(config, call)
-    elif is_dense:
+    elif is_dense and context is None:
         branches.warn_dense(call, config)
         out = branches.attend_densely(call, config, dispatch.choose(backend, op, call, config))
     else:
         if ranking is not None and not is_whole:
             call = call.but(leader_indices=decode.read_leaders(ranking, starts))
         backend = dispatch.choose(backend, op, call, config)
-        out, block_indices = branches.attend(call, config, backend)
+        attend = branches.attend if context is None else context.attend
+        out, block_indices = attend(call, config, backend, context is not None and is_source)
         if ranking is not None and block_indices is not None:
             ends = starts + (T if counts is None else counts)
             # without those of the first tokens, where they are dense

@@ -141,6 +141,12 @@ class NSAModelConfig(PreTrainedConfig):
     model_type = "nsa"
     # what the MLP of a Llama reads
     hidden_act, mlp_bias = "silu", False
+    # `distributed.parallelize` splits the heads of layers
+    base_model_tp_plan = {  # noqa: RUF012
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 1024

@@ -55,10 +55,13 @@ class NSAMask:
     least_position: int = 0
     has_positions: bool = False
     block_indices: dict[int, Tensor] = field(default_factory=dict, repr=False)
-    results: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     # a mask of layers, as of four axes: transformers makes those from masks of two
     ndim = 4
+
+    def __post_init__(self) -> None:
+        # no field: FSDP walks those of its modules' arguments, and a result may be the mask itself
+        self.results: dict[Any, Any] = {}
 
     @property
     def shape(self) -> tuple[Any, ...]:

@@ -80,7 +80,9 @@ def steps(model, optimizer, ids, labels, **call) -> tuple[torch.Tensor, torch.Te
     """Two steps; the mean loss of the second over all ranks, and the norm of its gradients."""
     for _ in range(2):
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(ids, **call).flatten(0, 1), labels.flatten())
+        out = model(ids, **call)
+        logits = out if isinstance(out, torch.Tensor) else out.logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -1,0 +1,141 @@
+"""Run by torchrun: distributed models of transformers learn as on one process."""
+
+import os
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+import transformers
+from parallel_worker import batch, check_weights, distribute, make_optimizer, steps
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from native_sparse_attention import DenseAttentionWarning
+from native_sparse_attention.distributed import parallelize
+from native_sparse_attention.hf import (
+    NSAForCausalLM,
+    NSAModelConfig,
+    convert,
+    use_sparse_attention,
+)
+
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
+    initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+)  # fmt: skip
+DROP_IN = dict(
+    selection_block_size=4, num_selected_blocks=2, num_initial_blocks=1, num_local_blocks=1,
+    selection_stride=4, dense_length=0,
+)  # fmt: skip
+NSA = dict(
+    sliding_window_size=11, compress_block_size=8, compress_block_sliding_stride=4,
+    selection_block_size=8, num_selected_blocks=2,
+)  # fmt: skip
+
+
+def drop_in(family: str, settings: dict | None = None, **sizes):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | sizes)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    return use_sparse_attention(model.double().train(), DROP_IN | (settings or {}))
+
+
+def native():
+    torch.manual_seed(0)
+    return NSAForCausalLM(NSAModelConfig(**SIZES, nsa=NSA)).double().train()
+
+
+def converted():
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    return convert(model, DROP_IN).double().train()
+
+
+MODELS = {
+    "Llama": lambda: drop_in("Llama", dict(share_ranking=[0])),
+    "Llama, tied, dense at first": lambda: drop_in(
+        "Llama", dict(dense_length=16), tie_word_embeddings=True
+    ),
+    "Qwen2 with windows": lambda: drop_in(
+        "Qwen2", dict(compress_block_size=4, compress_block_sliding_stride=2),
+        use_sliding_window=True, sliding_window=8, max_window_layers=1,
+    ),
+    "Qwen3": lambda: drop_in("Qwen3"),
+    "NSAForCausalLM": native,
+    "converted": converted,
+}  # fmt: skip
+
+
+def check(name: str, sizes: dict[str, int], **options) -> None:
+    plain, model = MODELS[name](), MODELS[name]()
+    expected = steps(plain, make_optimizer(plain), *batch())
+    rows = distribute(model, sizes, **options)
+    torch.testing.assert_close(
+        steps(model, make_optimizer(model), *rows), expected, msg=lambda m: f"{name} {sizes}: {m}"
+    )
+    check_weights(model, plain)
+    print(f"{' x '.join(sizes)} of {name} equals one process", flush=True)
+
+
+def check_loading(folder: str) -> None:
+    """transformers splits a drop-in model as it loads it."""
+    model = drop_in("Llama")
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    options = dict(attn_implementation="nsa", dtype=torch.float64)
+    split = AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(tp_plan="auto"), **options
+    )
+    assert split.model.layers[0].self_attn.k_proj.weight.to_local().shape == (8, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(split(batch()[0]).logits, model(batch()[0]).logits)
+    print("from_pretrained splits a model", flush=True)
+
+
+def check_refused() -> None:
+    def message(call) -> str:
+        try:
+            call()
+        except ValueError as error:
+            return str(error)
+        raise AssertionError("no ValueError")
+
+    meshes = {name: init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("cp", "tp")}
+    ids = batch()[0][:, :64]
+    one_head, moe = (
+        drop_in("Llama", num_key_value_heads=1),
+        drop_in("Mixtral", num_local_experts=2, num_experts_per_tok=1, sliding_window=None),
+    )
+    refused = message(lambda: parallelize(one_head, meshes["tp"]))
+    assert "model must have a multiple of the 2 tensor-parallel ranks" in refused
+    assert "tp_plan of MixtralForCausalLM must" in message(lambda: parallelize(moe, meshes["tp"]))
+    model = parallelize(drop_in("Llama"), meshes["cp"])
+    mask, positions = torch.ones_like(ids), torch.arange(64)[None]
+    for words, arguments in (
+        ("attention_mask must be None under context", dict(attention_mask=mask)),
+        ("position_ids must be those of the shard", dict(position_ids=positions)),
+        ("labels must be None without shift_labels", dict(labels=ids)),
+        ("input_ids must have a multiple of 8 tokens", dict(input_ids=ids[:, :12])),
+    ):
+        arguments = dict(input_ids=ids) | arguments
+        assert words in message(lambda a=arguments: model(**a)), words
+    print("what shards lack is refused", flush=True)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", DenseAttentionWarning)
+    dist.init_process_group("gloo")
+    check("Llama", {"dp": 2}, activation_checkpointing=True)
+    check("NSAForCausalLM", {"dp": 2})
+    for name in MODELS:
+        check(name, {"tp": 2})
+        check(name, {"cp": 2}, activation_checkpointing=name == "Llama")
+    check_refused()
+    check_loading(sys.argv[1])
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # see distributed_worker.py
