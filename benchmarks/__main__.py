@@ -5,7 +5,8 @@
     python -m benchmarks --table    redraw every page and plot from the rows
 
 `learning` and `recall` train many models for hours of GPUs, `pretrained` and `distillation` need
-the weights of a model, `against` another checkout: they are started by hand, and drawn here.
+the weights of a model, `against` another checkout, `distributed` several GPUs: they are started by
+hand, and drawn here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from . import (
     clock,
     decode,
     distillation,
+    distributed,
     generation,
     learning,
     masks,
@@ -26,7 +28,7 @@ from . import (
 )
 
 DIRECT = (attention, masks, memory, decode, clock, generation)
-BY_HAND = (distillation, learning, pretrained, recall)
+BY_HAND = (distillation, distributed, learning, pretrained, recall)
 OPTIONS = {attention: ["--parts", "--agreement", "4"]}
 
 
