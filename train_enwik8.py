@@ -169,8 +169,9 @@ def learning_rate(cfg: Namespace, step: int) -> float:
     return cfg.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-def train(given: Namespace, held: ExitStack) -> int:
-    """A new run, or the rest of one; `held` keeps its lock until training ends."""
+def train(given: Namespace, held: ExitStack, progress: dict[str, int]) -> int:
+    """A new run, or the rest of one; `held` keeps its lock until training ends. `progress` has the
+    step that it is at."""
     # settings
     config: dict[str, Any] = {}
     if "resume" in given:
@@ -179,6 +180,7 @@ def train(given: Namespace, held: ExitStack) -> int:
         if given.name is not None:
             check_name(given.out_dir, given.name)
         cfg = new_settings(given, SETTINGS)
+    ranks.check_same(given, cfg)
     writer, views = tensorboard() if "tensorboard" in given else None, check_view(given, cfg)
     torch.set_num_threads(cfg.threads)
     torch.set_float32_matmul_precision("high")
@@ -228,13 +230,13 @@ def train(given: Namespace, held: ExitStack) -> int:
     print(f"{run}: step {start} of {cfg.steps}, validation {best:.3f} bits per byte at best")
 
     # the loop
-    progress: dict[str, Any] = {"total": cfg.steps, "initial": start, "bar_format": BAR}
+    look: dict[str, Any] = {"total": cfg.steps, "initial": start, "bar_format": BAR}
     quiet = 0.1 if sys.stderr.isatty() else 10.0
-    progress |= dict(disable=not ranks.is_first())
-    with tqdm(dynamic_ncols=True, mininterval=quiet, **progress) as bar:
+    look |= dict(disable=not ranks.is_first())
+    with tqdm(dynamic_ncols=True, mininterval=quiet, **look) as bar:
         clock, tokens, valid = time.monotonic(), 0, best
         for step in range(start + 1, cfg.steps + 1):
-            last = step == cfg.steps
+            progress["step"], last = step, step == cfg.steps
             every = cfg.log_every, cfg.eval_every, cfg.sample_every, cfg.save_every
             log_due, eval_due, sample_due, save_due = (e and (last or step % e == 0) for e in every)
             sample_due = sample_due and not ranks.is_parallel()
@@ -315,9 +317,11 @@ def main(argv: list[str] | None = None) -> int:
         ranks.start(given)
         if "sample" in given:
             return sample(given, SETTINGS, build)
+        progress: dict[str, int] = {}
         with ExitStack() as held:
             held.callback(ranks.stop)
-            return train(given, held)
+            held.enter_context(ranks.named_failures(progress))
+            return train(given, held, progress)
 
     return exit_status(command)
 

@@ -82,6 +82,9 @@ def parse(argv: list[str] | None, table: Table, about: str) -> Namespace:
         ("tp", "processes that share the heads of a layer (1)"),
     ):
         group.add_argument(option(name), type=count, metavar="X", help=text)
+    group.add_argument(
+        "--timeout", type=count, metavar="X", help="seconds to wait for other processes (600)"
+    )
     group = parser.add_argument_group("settings (CPU preset / CUDA preset)")
     for name, (kind, cpu, cuda, text) in table.items():
         preset = "" if cpu is None else f" ({cpu})" if cpu == cuda else f" ({cpu} / {cuda})"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,9 +18,14 @@ from torch import Tensor
 
 from native_sparse_attention import Transformer
 
-from .errors import UserError
+from .errors import UserError, reason
+from .options import option
 
 DIMENSIONS = ("dp", "cp", "tp")
+# seconds that a process waits for the others in a collective
+TIMEOUT = 600
+# what processes may have of their own
+OWN = {"device", "threads"}
 
 
 def is_first() -> bool:
@@ -51,9 +58,40 @@ def start(given: Namespace) -> None:
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         given.device = f"cuda:{os.environ['LOCAL_RANK']}"
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    timeout = datetime.timedelta(seconds=getattr(given, "timeout", TIMEOUT))
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
     if not is_first():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def check_same(given: Namespace, cfg: Namespace) -> None:
+    """Raise a UserError in all processes where they were started with different settings."""
+    if not is_parallel():
+        return
+    own = {name: value for name, value in vars(cfg).items() if name not in OWN}
+    own |= {name: getattr(given, name, 1) for name in DIMENSIONS}
+    own["resume"] = str(getattr(given, "resume", ""))
+    settings: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(settings, own)
+    for rank, others in enumerate(settings):
+        for name in sorted(own):
+            if others[name] != settings[0][name]:
+                raise UserError(
+                    f"{option(name)} is {others[name]} in rank {rank} and {settings[0][name]} in "
+                    "rank 0: start all processes with the same options"
+                )
+
+
+@contextmanager
+def named_failures(progress: Mapping[str, int]) -> Iterator[None]:
+    """Tell which process failed, and at which step: torchrun then ends all others."""
+    try:
+        yield
+    except Exception as error:
+        if is_parallel() and not isinstance(error, UserError):
+            place = f"rank {dist.get_rank()} failed at step {progress.get('step', 0)}"
+            print(f"train_enwik8.py: {place}: {reason(error)}", file=sys.stderr, flush=True)
+        raise
 
 
 def parallel(model: Transformer, given: Namespace, cfg: Namespace) -> Callable[..., Tensor]:

@@ -24,9 +24,9 @@ PLAN = [
 ]  # fmt: skip
 
 
-def torchrun(processes, cwd, *args):
+def torchrun(processes, cwd, *args, script=ROOT / "train_enwik8.py"):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", ROOT / "train_enwik8.py", *args]
+    command += [f"--nproc-per-node={processes}", script, *args]
     pipes = dict(capture_output=True, text=True, timeout=240)
     return subprocess.run([*map(str, command)], cwd=cwd, **pipes)
 
@@ -48,6 +48,23 @@ def test_they_learn_as_one(text, tmp_path):  # noqa: F811
         for name in expected.keys() & {"step", "loss", "grad_norm", "val_bpb"}:
             assert found[name] == pytest.approx(expected[name], rel=1e-4), (expected["step"], name)
     finished(in_process(tmp_path, "--resume", run, "--steps", 7))
+
+
+def test_a_rank_that_fails(text, tmp_path):  # noqa: F811
+    """All processes end, and the run goes on from its last checkpoint."""
+    if not ranks.dist.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    data = ["--data", text, *PLAN, "--name", "run", "--steps", 6, "--timeout", 60]
+    failing = dict(script=ROOT / "tests/scripts/failing_run.py")
+    done = torchrun(2, tmp_path, "mismatch", *data, **failing)
+    assert done.returncode != 0 and not list(tmp_path.iterdir())
+    assert "--lr is 0.5 in rank 1 and 0.002 in rank 0: start all" in done.stderr
+    done = torchrun(2, tmp_path, "raise", *data, **failing)
+    assert done.returncode != 0
+    assert "rank 1 failed at step 5: RuntimeError: the fan has stopped" in done.stderr
+    run = tmp_path / "runs/run"
+    assert not list(run.glob("*.tmp")) and (run / "step-00000003.json").exists()
+    finished(in_process(tmp_path, "--resume", run, "--steps", 4))
 
 
 def test_what_is_refused(tmp_path, monkeypatch):
