@@ -21,7 +21,7 @@ def example(name: str) -> ModuleType:
 
 
 def test_every_example_has_a_test():
-    names = {"gpt", "needle", "classify", "huggingface", "convert"}
+    names = {"gpt", "needle", "classify", "huggingface", "convert", "torchtitan_nsa"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == names
 
 
@@ -106,3 +106,18 @@ def test_convert(tmp_path):
     from native_sparse_attention.hf import load_converted
 
     assert load_converted(tmp_path).config.nsa_converted["index_heads"] == 1
+
+
+def test_torchtitan(capsys):
+    """Its Llama learns from packed documents."""
+    pytest.importorskip("torchtitan", reason="needs pip install torchtitan")
+    losses = example("torchtitan_nsa").main(["--steps", "6", "--length", "128"])
+    assert losses[-1] < losses[0] - 1 and "step 5: loss" in capsys.readouterr().out
+
+
+def test_torchtitan_is_named(monkeypatch):
+    for module in [m for m in sys.modules if m.partition(".")[0] == "torchtitan"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    with pytest.raises(SystemExit, match="needs pip install torchtitan"):
+        example("torchtitan_nsa")
