@@ -35,7 +35,6 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.func import functional_call
@@ -449,12 +448,11 @@ class TensorParallelAttention(SparseAttention):
         is_fused = name.startswith(("to_qkv.", "to_index."))
         if isinstance(weight.placements[0], Shard) and not is_fused:
             return weight.to_local()  # type: ignore[no-any-return]
-        whole: Any = weight.redistribute(placements=[Replicate()])
-        whole = whole.to_local(grad_placements=[Partial()])
+        whole = to_replica(weight)
         if name == "combine_heads.bias":  # added once to the sum over ranks
             whole = whole * (rank == 0)
         if not is_fused:
-            return whole  # type: ignore[no-any-return]
+            return whole
         sizes = list(self.qkv_split)
         if name == "to_index.weight":
             sizes = [heads * config.index_dim for heads in (config.kv_heads, config.index_heads)]
@@ -462,6 +460,12 @@ class TensorParallelAttention(SparseAttention):
         parts = [part.chunk(size)[rank] for part in parts]
         is_shared = name == "to_index.weight" and config.index_heads == 1
         return torch.cat([*parts, last if is_shared else last.chunk(size)[rank]])
+
+
+def to_replica(weight: Any) -> Tensor:
+    """The whole of a DTensor; its gradient is the sum of those of all ranks."""
+    whole: Any = weight.redistribute(placements=[Replicate()])
+    return whole.to_local(grad_placements=[Partial()])  # type: ignore[no-any-return]
 
 
 def split_heads(layer: SparseAttention, mesh: DeviceMesh) -> None:
@@ -546,13 +550,31 @@ def split_transformer(model: Transformer, mesh: DeviceMesh) -> None:
 
 # models of transformers
 
-# styles of their `tp_plan`. A norm of heads has weights of which each rank sees its own heads
+
+class HeadNormParallel(ParallelStyle):
+    """A norm of single heads, whose weights every rank has whole. Its gradient is the sum over
+    ranks, each of which has its own heads. (That of torch's SequenceParallel is no sum in 2.8.)"""
+
+    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        local = deepcopy(module).to("meta")
+        for name in [*dict(module.named_parameters())]:
+            distribute(module, name, device_mesh, Replicate())
+
+        def forward(x: Tensor) -> Any:
+            weights = {name: to_replica(p) for name, p in module.named_parameters()}
+            return functional_call(local, weights, (x,))
+
+        module.forward = forward
+        return module
+
+
+# styles of their `tp_plan`
 STYLES: dict[str, ParallelStyle] = {
     "colwise": ColwiseParallel(),
     "rowwise": RowwiseParallel(),
     "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
     "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
-    "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
+    "replicated_with_grad_allreduce": HeadNormParallel(),
 }
 # arguments of their forwards that need the whole sequence
 WHOLE = (

@@ -205,13 +205,14 @@ def check_refused(mesh) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore", DenseAttentionWarning)
     dist.init_process_group("gloo")
+    segment_ids = torch.arange(128).gt(torch.tensor([[20], [51], [64], [99]])).int()
+    packed = dict(segment_ids=segment_ids)
     if dist.get_world_size() == 2:
         for name in ("dp", "tp", "cp"):
             check({name: 2}, ONE_SOFTMAX, dict(share_ranking=[0]))
             check({name: 2}, PAPER | EXTRAS)
             check({name: 2}, INDEX, dict(local_layers=[1]), activation_checkpointing=True)
-        ids = torch.arange(128).gt(torch.tensor([[20], [51], [64], [99]])).int()
-        check({"cp": 2}, SHORT, dict(local_layers=[0]), dict(segment_ids=ids))
+        check({"cp": 2}, SHORT, dict(local_layers=[0]), packed)
         for network in (GroupedMLP(8, 8, 4), ConvLinearCompress(4, 8, 8), AttentionPool(8, 8)):
             check({"tp": 2}, SHORT, dict(compress_mlp=network))
         check_own_model()
@@ -220,6 +221,7 @@ if __name__ == "__main__":
     else:
         for sizes in (dict(dp=2, tp=2), dict(cp=2, tp=2), dict(dp=2, cp=2)):
             check(sizes, SHORT | EXTRAS)
+        check(dict(cp=2, tp=2), PAPER, dict(depth=1), packed)
         # DTensor of torch 2.8 does not compile with dynamic shapes
         compiled = dict(compile=dict(backend="eager", dynamic=False))
         check(dict(cp=2, tp=2), ONE_SOFTMAX, dict(depth=1), **compiled)
