@@ -1,18 +1,49 @@
-"""One text of a tree of sources, with held-out text at its end: what `learning.py` trains on.
+"""One text of many files, with held-out text at its end: what `learning.py` trains on.
 
-    python -m benchmarks.corpus SOURCE --text linux.txt    SOURCE: a directory, or a tar (.xz, .gz)
+    python -m benchmarks.corpus [SOURCE ...] --text TEXT     SOURCE: a directory, a package (.deb,
+                                                             .whl) or a tar archive (.xz, .gz)
 
-The record's text is C and documentation of the Linux kernel, Debian's package linux-source-6.12:
+Three texts, from packages of Debian 12 and of PyPI:
 
-    apt-get install linux-source-6.12          /usr/src/linux-source-6.12.tar.xz, the default SOURCE
+linux.txt, C and documentation of the Linux kernel, the default SOURCE and kinds:
 
-* Files: `.c .h .S .rst .txt` of at most 256 KiB. Larger ones are mostly generated tables of
-  registers. A file with a byte 0, and a copy of a file that is there already, are left out.
+    apt-get install linux-source-6.12                    /usr/src/linux-source-6.12.tar.xz
+    python -m benchmarks.corpus --text linux.txt
+
+manuals.txt, English: Webster's dictionary of 1913 and two others, a book of politics, manuals of
+programs and languages. Pages of HTML without their markup:
+
+    apt-get download anarchism=15.3-3 aptitude-doc-en=0.8.13-5 cfi-en=3.0-10.2 \\
+        csound-doc=1:6.18.0+dfsg0-1 debian-policy=4.6.2.0 debian-reference-en=2.100 \\
+        developers-reference=12.18 dict-foldoc=20230119-1 dict-gcide=0.48.5+nmu2 \\
+        dict-jargon=4.4.7-3.1 freedombox-doc-en=23.6.2+deb12u2 gimp-help-en=2.10.34-2 \\
+        git-doc=1:2.39.5-0+deb12u3 grass-doc=8.2.1-1 libreoffice-help-en-us=4:7.4.7-1+deb12u14 \\
+        llvm-16-doc=1:16.0.6-15~deb12u1 maxima-doc=5.46.0-11 mh-book=200605-2.2 \\
+        octave-doc=7.3.0-2 perl-doc=5.36.0-7+deb12u4 postgresql-doc-15=15.20-0+deb12u1 \\
+        python-django-doc=3:3.2.25-0+deb12u7 python3.11-doc=3.11.2-6+deb12u9 \\
+        r-doc-html=4.2.2.20221110-2 racket-doc=8.7+dfsg1-1 sqlite3-doc=3.40.1-2+deb12u2 \\
+        swi-prolog-doc=9.0.4+dfsg-2 zsh-doc=5.9-4
+    python -m benchmarks.corpus *.deb --text manuals.txt --depth 0 --kinds .html .htm .pod .dict
+
+python.txt, Python of packages for mathematics, data, networks and databases, with their tests:
+
+    pip download --no-deps --only-binary :all: --python-version 3.12 \\
+        --platform manylinux2014_x86_64 sympy==1.13.3 pandas==2.2.3 pyomo==6.8.2 scipy==1.14.1 \\
+        astropy==7.0.0 statsmodels==0.14.4 twisted==24.11.0 scikit-learn==1.5.2 numba==0.60.0 \\
+        sqlalchemy==2.0.36 numpy==2.1.3 jax==0.4.36 qiskit==1.3.0 matplotlib==3.9.3 \\
+        ansible-core==2.18.1 networkx==3.4.2 biopython==1.84 django==5.1.4
+    python -m benchmarks.corpus *.whl --text python.txt --kinds .py
+
+* Files: of `--kinds`, at most 256 KiB. Larger ones are mostly generated, as tables of registers, or
+  a whole manual on one page; a dictionary is cut into pieces of that size. Files that end in .gz or
+  .dz are decompressed. A file with a byte 0, and a copy of a file that is there already, are left
+  out.
 * Order: by directory, then by name, so that files of a directory are together. Each file begins
-  with a byte 0, its path and a line break.
-* Held-out text: whole groups of directories, which are those with the same first four names of
-  their path. Groups are taken by the SHA-256 of these names, first the held-out ones, then those
-  to train on, as long as they fit into the size asked for. Two bytes 0 separate the two parts.
+  with a byte 0, its path, below the name of its source if there are several, and a line break.
+* Held-out text: whole groups of directories, which are those with the same first `--depth` names of
+  their path; with 0 each file is a group. Groups are taken by the SHA-256 of these names, first the
+  held-out ones, then those to train on, as long as they fit into the size asked for. Two bytes 0
+  separate the two parts.
 
 The text depends on the names and contents of the files only. Its SHA-256 and sizes are printed,
 written to `TEXT.json` and appended to results/corpus.jsonl.
@@ -22,17 +53,21 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gzip
 import hashlib
+import html
 import json
 import lzma
 import mmap
 import os
+import re
 import tarfile
+import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -44,8 +79,7 @@ from .common import Row
 PACKAGE = "linux-source-6.12"
 SOURCE = Path("/usr/src") / f"{PACKAGE}.tar.xz"
 KINDS = (".c", ".h", ".S", ".rst", ".txt")
-# names of a path that make a group
-DEPTH = 4
+COMPRESSED, MARKUP, DICTIONARY = (".gz", ".dz"), (".html", ".htm", ".xhtml"), ".dict"
 FILE, HELD_OUT = b"\0", b"\0\0"
 # of a text without held-out text
 HELD_OUT_SHARE = 0.05
@@ -54,14 +88,16 @@ KEYS = ("train", "held_out")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes asked for: of the whole text, of its held-out part, of the largest file."""
+    """Bytes asked for: of the whole text, of its held-out part, of the largest file. `depth` names
+    of a path make a group."""
 
     whole: int = 290_000_000
     held_out: int = 8_000_000
     file: int = 256 * 1024
+    depth: int = 4
 
     def __post_init__(self) -> None:
-        common.check_least(self, dict(whole=self.held_out + 1, held_out=1, file=1))
+        common.check_least(self, dict(whole=self.held_out + 1, held_out=1, file=1, depth=0))
 
 
 # files of a source: path, size, and what reads it
@@ -77,27 +113,75 @@ def files_of(source: Path) -> Files:
                 yield path.relative_to(source).as_posix(), path.stat().st_size, path.read_bytes
         return
     try:
-        with tarfile.open(source, "r|*") as archive:  # read from its begin to its end
-            for member in archive:
-                if member.isfile() and (file := archive.extractfile(member)) is not None:
-                    name = os.path.normpath(member.name).replace(os.sep, "/")
-                    yield name, member.size, functools.partial(file.read, -1)
+        if zipfile.is_zipfile(source):
+            with zipfile.ZipFile(source) as wheel:
+                for entry in wheel.infolist():
+                    yield entry.filename, entry.file_size, functools.partial(wheel.read, entry)
+            return
+        with source.open("rb") as file:
+            skip_to_data(file)
+            with tarfile.open(fileobj=file, mode="r|*") as archive:  # read from begin to end
+                for member in archive:
+                    if member.isfile() and (content := archive.extractfile(member)) is not None:
+                        name = os.path.normpath(member.name).replace(os.sep, "/")
+                        yield name, member.size, functools.partial(content.read, -1)
     except (OSError, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError) as error:
         raise ValueError(
-            f"source must be a directory or a tar archive, such as {SOURCE} of Debian's package "
-            f"{PACKAGE}, got {source}: {error}"
+            f"source must be a directory, a package or a tar archive, such as {SOURCE} of Debian's "
+            f"package {PACKAGE}, got {source}: {error}"
         ) from None
 
 
-def is_wanted(path: str, size: int, sizes: Sizes) -> bool:
-    return path.endswith(KINDS) and size <= sizes.file
+def skip_to_data(file: BinaryIO) -> None:
+    """Go to the tar archive inside a Debian package, an ar archive. Others begin with theirs."""
+    if file.read(8) != b"!<arch>\n":
+        file.seek(0)
+        return
+    while (header := file.read(60)) and not header.startswith(b"data.tar"):
+        size = int(header[48:58])
+        file.seek(size + size % 2, os.SEEK_CUR)
+
+
+def texts_of(sources: Sequence[Path], kinds: tuple[str, ...], sizes: Sizes) -> Files:
+    """Files of the kinds, decompressed, without markup, dictionaries in pieces of the largest
+    size. Names of files of several sources begin with the name of their source."""
+    for source in sources:
+        above = f"{source.name}/" if len(sources) > 1 else ""
+        for path, size, read in files_of(source):
+            suffix = next((end for end in COMPRESSED if path.endswith(end)), "")
+            name = path.removesuffix(suffix)
+            if not name.endswith(kinds):
+                continue
+            if suffix or name.endswith(MARKUP):
+                content = gzip.decompress(read()) if suffix else read()
+                content = without_markup(content) if name.endswith(MARKUP) else content
+                size, read = len(content), functools.partial(bytes, content)
+            if name.endswith(DICTIONARY):
+                for number, first in enumerate(range(0, len(content := read()), sizes.file)):
+                    piece = content[first : first + sizes.file]
+                    yield f"{above}{name}.{number:04}", len(piece), functools.partial(bytes, piece)
+            elif size <= sizes.file:
+                yield above + name, size, read
+
+
+HIDDEN = re.compile(r"<!--.*?-->|<(head|script|style|nav|header|footer)\b.*?</\1>", re.S | re.I)
+BREAKS = re.compile(r"<(/?(p|div|tr|h\d|dt|dd|table|ul|ol)|li|br|pre)\b[^>]*>", re.I)
+
+
+def without_markup(content: bytes) -> bytes:
+    """The words of an HTML page, a paragraph after another."""
+    text = HIDDEN.sub(" ", content.decode("utf-8", "surrogateescape"))
+    text = html.unescape(re.sub(r"<[^>]*>", "", BREAKS.sub("\n", text)))
+    text = re.sub(r"[ \t\r]+$|\0", "", text, flags=re.M)
+    return encoded(re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
 
 
 # which of them
 
 
-def group_of(path: str) -> str:
-    return "/".join(path.split("/")[:-1][:DEPTH])
+def group_of(path: str, depth: int) -> str:
+    """The first `depth` directories of a path; with 0 each file is a group of its own."""
+    return "/".join(path.split("/")[:-1][:depth]) if depth else path
 
 
 def encoded(text: str) -> bytes:
@@ -118,7 +202,8 @@ def chosen(listed: dict[str, int], sizes: Sizes) -> tuple[set[str], set[str]]:
     """Of files and their sizes: the groups to train on, and the held-out groups."""
     groups: dict[str, int] = {}
     for path, size in listed.items():
-        groups[group_of(path)] = groups.get(group_of(path), 0) + size + len(encoded(path)) + 2
+        group = group_of(path, sizes.depth)
+        groups[group] = groups.get(group, 0) + size + len(encoded(path)) + 2
     # many groups, so that the held-out text is like the rest
     held_out = taken(groups, sizes.held_out, max(1, sizes.held_out // 8))
     rest = {name: size for name, size in groups.items() if name not in held_out}
@@ -136,26 +221,26 @@ def common_root(paths: Iterable[str]) -> str:
 # the text
 
 
-def build(source: Path, out: Path, sizes: Sizes) -> Row:
-    """Write the text of a source to `out`, and what is in it to `out`.json. Raises ValueError: a
-    source that cannot be read or has too little text."""
-    listed = {path: size for path, size, _ in files_of(source) if is_wanted(path, size, sizes)}
-    root = "" if source.is_dir() else common_root(listed)
+def build(sources: Sequence[Path], out: Path, sizes: Sizes, kinds: tuple[str, ...] = KINDS) -> Row:
+    """Write the text of sources to `out`, and what is in it to `out`.json. Raises ValueError: a
+    source that cannot be read, or too little text."""
+    listed = {path: size for path, size, _ in texts_of(sources, kinds, sizes)}
+    root = common_root(listed) if len(sources) == 1 and sources[0].is_file() else ""
     by_name = {path.removeprefix(root): size for path, size in listed.items()}
     training, held_out = chosen(by_name, sizes)
     if not training or not held_out:
         raise ValueError(
-            f"source {source} has {len(listed)} files of {', '.join(KINDS)} in directories that "
-            f"make no training text and held-out text of {sizes.held_out} bytes"
+            f"sources have {len(listed)} files of {', '.join(kinds)} in directories that make no "
+            f"training text and held-out text of {sizes.held_out} bytes"
         )
     contents: dict[str, bytes] = {}
-    for path, size, read in files_of(source):
+    for path, _, read in texts_of(sources, kinds, sizes):
         name = path.removeprefix(root)
-        if is_wanted(path, size, sizes) and (group_of(name) in training | held_out):
+        if group_of(name, sizes.depth) in training | held_out:
             contents[name] = read()
     parts, seen = [], set[bytes]()
     for groups in (training, held_out):
-        names = [name for name in contents if group_of(name) in groups]
+        names = [name for name in contents if group_of(name, sizes.depth) in groups]
         names.sort(key=lambda name: [encoded(part) for part in os.path.split(name)])
         entries = []
         for name in names:
@@ -166,8 +251,9 @@ def build(source: Path, out: Path, sizes: Sizes) -> Row:
         parts.append(entries)
     write(out, HELD_OUT.join(b"".join(entries) for entries in parts))
     row = {
-        "source": source.name,
-        "source_sha256": about(source)["sha256"] if source.is_file() else None,
+        "source": " ".join(path.name for path in sources),
+        "sources": [about(path)["sha256"] if path.is_file() else None for path in sources],
+        "kinds": " ".join(kinds),
         **about(out),
         **{f"{k}_bytes": sum(map(len, part)) for k, part in zip(KEYS, parts, strict=True)},
         **{f"{k}_files": len(part) for k, part in zip(KEYS, parts, strict=True)},
@@ -204,16 +290,18 @@ def about(path: Path) -> dict[str, Any]:
 
 def options(parser: argparse.ArgumentParser) -> None:
     add, sizes = parser.add_argument, Sizes()
-    add("source", type=Path, nargs="?", default=SOURCE, help="a directory or a tar archive")
+    add("sources", type=Path, nargs="*", default=[SOURCE], help="directories, packages, archives")
     add("--text", type=Path, required=True, help="the text; TEXT.json says what is in it")
     add("--bytes", type=int, default=sizes.whole, help="of the text, at most")
     add("--held-out-bytes", type=int, default=sizes.held_out, help="of these, at most")
     add("--file-bytes", type=int, default=sizes.file, help="of a file, at most")
+    add("--kinds", nargs="+", default=KINDS, metavar=".KIND", help="ends of the names of files")
+    add("--depth", type=int, default=sizes.depth, help="directories that make a group; 0: none")
 
 
 def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
-    sizes = Sizes(args.bytes, args.held_out_bytes, args.file_bytes)
-    row = build(args.source, args.text, sizes)
+    sizes = Sizes(args.bytes, args.held_out_bytes, args.file_bytes, args.depth)
+    row = build(sorted(args.sources), args.text, sizes, tuple(args.kinds))
     recorder.add({name: value for name, value in row.items() if name != "held_out_groups"})
 
 

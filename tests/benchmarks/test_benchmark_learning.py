@@ -1,9 +1,12 @@
 """Training of many models: its text, equal beginnings, runs that continue exactly; recall."""
 
+import gzip
+import io
 import itertools
 import lzma
 import signal
 import tarfile
+import zipfile
 from argparse import Namespace
 
 import numpy as np
@@ -302,14 +305,14 @@ def files_in(text):
 
 def test_text_of_a_tree(tree, tmp_path):
     out = tmp_path / "text"
-    row = corpus.build(tree, out, SIZES)
+    row = corpus.build([tree], out, SIZES)
     content = out.read_bytes()
     assert len(content) == row["bytes"] <= SIZES.whole
     assert corpus.about(out) == {"bytes": row["bytes"], "sha256": row["sha256"]}
     train, held_out = (part.tobytes() for part in corpus.mapped(out))
     assert train + corpus.HELD_OUT + held_out == content
     assert len(train) == row["train_bytes"] and len(held_out) == row["held_out_bytes"]
-    groups = [{corpus.group_of(name) for name in files_in(text)} for text in (train, held_out)]
+    groups = [{corpus.group_of(name, 4) for name in files_in(text)} for text in (train, held_out)]
     assert groups[0] and groups[1] and not groups[0] & groups[1]
     assert groups[1] == set(row["held_out_groups"])
     for text in (train, held_out):
@@ -330,11 +333,11 @@ def test_an_archive_has_the_text_of_its_directory(tree, tmp_path, kind):
         for path in sorted(tree.rglob("*"), reverse=True):
             file.add(path, f"./{path.relative_to(tree.parent)}", recursive=False)
     rows = [
-        corpus.build(source, tmp_path / f"text{i}", SIZES)
+        corpus.build([source], tmp_path / f"text{i}", SIZES)
         for i, source in enumerate([tree, archive])
     ]
     for row in rows:
-        del row["source"], row["source_sha256"]
+        del row["source"], row["sources"]
     assert rows[0] == rows[1]
     assert (tmp_path / "text0").read_bytes() == (tmp_path / "text1").read_bytes()
 
@@ -344,14 +347,14 @@ def test_what_cannot_be_read(tree, tmp_path):
     whole.write_bytes(bytes(range(1, 101)))
     assert [len(part) for part in corpus.mapped(whole)] == [95, 5]
     out = tmp_path / "text"
-    with pytest.raises(ValueError, match=r"source must be a directory or a tar.*linux-source-6.12"):
-        corpus.build(tmp_path / "nothing", out, SIZES)
+    with pytest.raises(ValueError, match=r"source must be a directory, a.*linux-source-6.12"):
+        corpus.build([tmp_path / "nothing"], out, SIZES)
     broken = tmp_path / "broken.tar.xz"
     broken.write_bytes(lzma.compress(b"x" * 2000)[:-20])
-    with pytest.raises(ValueError, match="source must be a directory or a tar"):
-        corpus.build(broken, out, SIZES)
+    with pytest.raises(ValueError, match="source must be a directory, a package"):
+        corpus.build([broken], out, SIZES)
     with pytest.raises(ValueError, match="make no training text"):
-        corpus.build(tree / "drivers/kind1/maker1", out, SIZES)
+        corpus.build([tree / "drivers/kind1/maker1"], out, SIZES)
     with pytest.raises(ValueError, match="whole must be at least 6, got 5"):
         corpus.Sizes(whole=5, held_out=5)
     with pytest.raises(SystemExit, match="No such file"):
@@ -368,3 +371,43 @@ def test_command(tree, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {
         "linux-1", "text", "text.json", "rows.jsonl",
     }  # fmt: skip
+def deb(path, files):
+    """A Debian package: an ar archive of a version, control files and the files."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:xz") as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(f"./{name}")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    parts = {"debian-binary": b"2.0\n", "control.tar.xz": b"odd", "data.tar.xz": content.getvalue()}
+    whole = b"!<arch>\n"
+    for name, data in parts.items():
+        whole += f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(data):<10}`\n".encode()
+        whole += data + b"\n" * (len(data) % 2)
+    path.write_bytes(whole)
+
+
+def test_text_of_packages(tmp_path):
+    """Several packages of two kinds: pages without markup, dictionaries in pieces."""
+    page = b"<head><title>T</title></head><body><nav>N</nav><p>A &lt; %d<br>b <b>c</b></p></body>"
+    files = {f"doc/{i}.html": page % i for i in range(30)}
+    files |= {"doc/same.html": page % 7, "doc/x.html.gz": gzip.compress(page % 99)}
+    files |= {"words.dict.dz": gzip.compress(bytes(range(33, 126)) * 5), "doc/left.png": b"out"}
+    deb(tmp_path / "a_1.deb", files)
+    with zipfile.ZipFile(tmp_path / "b-1.whl", "w") as wheel:
+        for i in range(9):
+            wheel.writestr(f"b/{i}.pod", f"=head1 {i}\n")
+    out = tmp_path / "text"
+    sources = [tmp_path / "a_1.deb", tmp_path / "b-1.whl"]
+    sizes = corpus.Sizes(whole=20_000, held_out=600, file=200, depth=0)
+    row = corpus.build(sources, out, sizes, (".html", ".pod", ".dict"))
+    assert row["source"] == "a_1.deb b-1.whl" and len(row["sources"]) == 2
+    assert row["train_files"] + row["held_out_files"] == 31 + 3 + 9 and row["held_out_files"] > 3
+    parts = dict(p.partition(b"\n")[::2] for p in out.read_bytes().split(b"\0") if p)
+    assert parts[b"a_1.deb/doc/5.html"] == b"A < 5\nb c\n"
+    assert parts[b"a_1.deb/doc/x.html"] == b"A < 99\nb c\n"
+    assert parts[b"b-1.whl/b/3.pod"] == b"=head1 3\n"
+    pieces = [parts[b"a_1.deb/words.dict.000%d" % i] for i in range(3)]
+    assert b"".join(pieces) == bytes(range(33, 126)) * 5
+
+
