@@ -152,7 +152,7 @@ def build(cfg: Namespace) -> Transformer:
     return model.to(cfg.device)
 
 
-def build_optimizer(model: Transformer, cfg: Namespace) -> torch.optim.AdamW:
+def build_optimizer(model: torch.nn.Module, cfg: Namespace) -> torch.optim.AdamW:
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": cfg.weight_decay},

@@ -5,17 +5,29 @@
     python -m benchmarks.learning --table                            redraw pages and plot
     python -m benchmarks.learning --quick                            tiny sizes, nothing recorded
 
-A byte-level Transformer for each variant of `variants.py`, on the text of `corpus.py`: dim 512,
-depth 6, 8 query and 2 KV heads of 64, AdamW, bf16 autocast, cosine down to a tenth of the learning
-rate. All variants of a seed see the same bytes in the same order and begin with the same values of
-the weights that they share. The first seed tries every learning rate at the first length; the best
-one is used for the other seeds and lengths. Each run is resumable, see `runs_pool.py`.
+A byte-level Transformer for each variant of `variants.py`, on the texts of `corpus.py`: dim 512,
+depth 6, 8 query and 2 KV heads of 64, bf16 autocast, trained by a recipe of `recipe.py`. All
+variants of a seed see the same bytes in the same order and begin with the same values of the
+weights that they share. The first seed tries every learning rate at the first length; the best
+one is used for the other seeds and lengths, for each text alone. Each run is resumable, see
+`runs_pool.py`.
+
+The search, `--out` of its own for each stage but the last ones:
+
+1. Dense attention, T = 8192, 40 MB, one seed, two texts, three rates: `--recipe` "muon" and
+   "adamw", each with one change (qk_norm=0, start=default, short=0.2), and "old".
+2. The two best, 100 MB, five seeds. One stands if its seeds deviate by at most 0.01 bits, none by
+   0.03, and if at positions 0 to 256 dense attention is within 0.01 of the best form.
+3. Forms by this recipe at T = 8192 and 16384, three texts: three rates, the best at three seeds.
+4. Cheaper rankings at T = 16384, two texts, the rate of one softmax, three seeds.
+5. A model of 110 M parameters at T = 16384: `--recipe NAME,dim=1024,depth=10,heads=16,kv_heads=4`.
 
 Rows (results/learning.jsonl): bits per byte of held-out text, over all positions, over the last
-half and by ranges of positions; the training loss against bytes and seconds; and the needle: a
-comment that tells a random number of a random name is put into held-out text at some depth. The
-text ends with the same comment up to the number; the model is asked for each digit, given those
-before.
+half and by ranges of positions, of the averaged and of the last weights; the training loss against
+bytes and seconds; and the needle: a comment that tells a random number of a random name is put into
+held-out text at some depth. The text ends with the same comment up to the number; the model is
+asked for each digit, given those before. Tables add the reach: bits past position 2,048 minus those
+from 256 to 1,024. They keep texts and recipes apart.
 """
 
 from __future__ import annotations
@@ -26,7 +38,7 @@ import itertools
 import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,64 +48,67 @@ import torch
 import torch.nn.functional as F
 
 from native_sparse_attention import Transformer
-from train_enwik8 import build_optimizer
 from training.batches import batches, windows
 from training.forward import autocast, compiled, loss_of
 
 from . import common, corpus, runs_pool
 from .common import NO_ROWS, Row, length
+from .recipe import RECIPES, Recipe, averaged, build_optimizers, parsed, start
 from .runs_pool import Job, Run, Variants, by_variant, on, spread, sweep
 from .variants import VARIANTS, Settings, build, check, describe, ranking_of, scaled
 
 PLOT = common.ROOT / "docs" / "images" / "learning.png"
 SHAPE = dict(num_tokens=256, dim=512, depth=6, heads=8, kv_heads=2, dim_head=64, causal=True)
-LR = (1e-3, 5e-4, 2e-3)
 QUICK_TEXT = common.ROOT / "README.md"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to train."""
+    """What to train: variants, by one recipe, on one text."""
 
     variants: dict[str, Settings]
     data: dict[str, Any]
     lengths: tuple[int, ...] = (8192,)
     seeds: tuple[int, ...] = (0, 1, 2)
-    lrs: tuple[float, ...] = LR
+    lrs: tuple[float, ...] = ()
     train_bytes: int = 150_000_000
-    step_tokens: int = 32768
     held_out_bytes: int = 4_000_000
     needles: int = 64
-    warmup: int = 200
     points: int = 50
     precision: str = "bf16"
     compile: bool = False
-    shape: dict[str, Any] = field(default_factory=lambda: dict(SHAPE))
+    recipe: Recipe = RECIPES["old"]
+    base: dict[str, Any] = field(default_factory=lambda: dict(SHAPE))
 
     def __post_init__(self) -> None:
-        for name in ("lengths", "seeds", "lrs", "variants"):
+        for name in ("lengths", "seeds", "variants"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
-        for T in self.lengths:
-            if T < 2 or self.step_tokens % T:
-                raise ValueError(f"lengths must divide {self.step_tokens} tokens, got {T}")
+        for T in (*self.lengths, *[self.recipe.short_tokens] * (self.recipe.short > 0)):
+            if T < 2 or self.recipe.step_tokens % T:
+                raise ValueError(f"lengths must divide {self.recipe.step_tokens} tokens, got {T}")
         for name, settings in self.variants.items():
-            check(name, settings, self.shape)
+            check(name, layer_settings(settings, self.recipe.qk_norm), self.shape)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return self.base | dict(self.recipe.shape)
 
     def spec(self, kind: str, name: str, T: int, **others: Any) -> dict[str, Any]:
         spec = dict(kind=kind, variant=name, settings=self.variants[name], T=T, shape=self.shape)
-        names = ("warmup", "points", "held_out_bytes", "needles", "precision", "compile", "data")
-        spec |= {name: getattr(self, name) for name in names}
-        spec |= dict(batch=self.step_tokens // T, weight_decay=0.1, clip=1.0)
-        return spec | dict(steps=math.ceil(self.train_bytes / self.step_tokens)) | others
+        names = ("points", "held_out_bytes", "needles", "precision", "compile", "data")
+        spec |= {name: getattr(self, name) for name in names} | self.recipe.settings
+        tokens = self.recipe.step_tokens
+        return spec | dict(batch=tokens // T, steps=math.ceil(self.train_bytes / tokens)) | others
 
     def training(self, name: str, T: int, seed: int, lr: float) -> Job:
         spec = self.spec("train", name, T, seed=seed, lr=lr)
-        return Job(f"{name}, T={T}, seed {seed}, lr {lr:g}", spec)
+        return Job(f"{name}, {self.recipe.name}, T={T}, seed {seed}, lr {lr:g}", spec)
 
     def jobs(self, rows: list[Row]) -> list[Job]:
         names = list(self.variants)
-        return sweep(names, self.lengths, self.seeds, self.lrs, self.training, bits, rows)
+        lrs = self.lrs or self.recipe.lrs
+        return sweep(names, self.lengths, self.seeds, lrs, self.training, bits, rows)
 
     def speeds(self, rows: list[Row]) -> list[Job]:
         """Steps of every variant that are timed."""
@@ -102,42 +117,59 @@ class Plan:
         return [Job(f"speed of {spec['variant']}, T={spec['T']}", spec) for spec in specs]
 
 
+def in_turn(lists: Sequence[list[Job]]) -> list[Job]:
+    """The jobs of several plans, one of each after another."""
+    return [job for jobs in itertools.zip_longest(*lists) for job in jobs if job is not None]
+
+
+def layer_settings(settings: Settings, qk_norm: bool) -> Settings:
+    return settings | (dict(qk_norm=True) if qk_norm else {})
+
+
 # a run
 
 
 def execute(spec: dict[str, Any], run: Run) -> Row:
     """Train or time one model: its row."""
     torch.set_float32_matmul_precision("high")
-    train, held_out = corpus.mapped(Path(run.options["data"]))
+    train, held_out = corpus.mapped(Path(run.options[spec["data"]["sha256"]]))
     settings: Settings = spec["settings"]
     cfg = runs_pool.config(spec, run)
     cfg.compile = "on" if spec["compile"] else "off"
-    model = build(settings, spec["shape"], spec["seed"]).to(run.device)
+    model = build(layer_settings(settings, cfg.qk_norm), spec["shape"], spec["seed"])
+    start(model, cfg.start)
+    model, average = model.to(run.device), averaged(model.to(run.device), cfg)
     forward = compiled(model, cfg)
+    tokens = spec["batch"] * spec["T"]
+    rows = dict(seq_len=cfg.short_tokens, batch_size=tokens // cfg.short_tokens)
+    short = Namespace(**vars(cfg) | rows)
 
     def loss_at(step: int) -> runs_pool.Losses:
-        (batch,) = batches(train, cfg, step)
+        is_short = step <= cfg.short * cfg.steps
+        (batch,) = batches(train, short if is_short else cfg, step)
         given = ranking_of(settings, spec["seed"], step, run.device)
         batch = batch._replace(ids=on(batch.ids, run.device))
-        return loss_of(functools.partial(forward, **given), batch, cfg)
+        # one graph is compiled, for the length of the run
+        return loss_of(functools.partial(model if is_short else forward, **given), batch, cfg)
 
     row = {**spec, **describe(model, spec["T"])}
     if spec["kind"] == "speed":
         return {**row, **speed(model, loss_at, cfg)}
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    done = runs_pool.fit(model, loss_at, cfg, run)
-    tokens = spec["batch"] * spec["T"]
+    done = runs_pool.fit(model, loss_at, cfg, run, average)
     curve = [
         [int(step) * tokens, seconds, round(loss / math.log(2), 5)]
         for step, seconds, loss in done.curve
     ]
     cuda = run.device.type == "cuda"
+    if average is not None:
+        row["bits_of_last_weights"] = evaluate(model, held_out, spec["held_out_bytes"], cfg)
+        model.load_state_dict(average.module.state_dict())
     return {
         **row,
         "bits": evaluate(model, held_out, spec["held_out_bytes"], cfg),
         "needle": digits_found(model, held_out, spec["needles"], cfg),
-        "schedule": f"warm-up of {spec['warmup']} steps, cosine to a tenth",
         "train_bytes": spec["steps"] * tokens,
         "seconds": round(done.seconds, 2),
         "tokens_per_s": round(spec["steps"] * tokens / done.seconds),
@@ -149,13 +181,14 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
 def speed(model: Transformer, loss_at: Callable[[int], runs_pool.Losses], cfg: Namespace) -> Row:
     """Time from the end of one step to the end of the next, as training runs them: launching counts
     where it is what takes longest."""
-    optimizer = build_optimizer(model, cfg)
+    optimizers = build_optimizers(model, cfg)
 
     def step() -> None:
-        runs_pool.add_up(loss_at(1)).backward()
+        runs_pool.add_up(loss_at(cfg.steps)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
 
     if torch.device(cfg.device).type == "cuda":
         for _ in range(11):
@@ -276,15 +309,56 @@ def bits(row: Row) -> float:
     return row["bits"]["all"]
 
 
-def by_length(rows: Sequence[Row]) -> dict[int, Variants]:
-    """Of the complete runs with the data, the bytes and the model of the last one: at each length
-    those of every variant, by bits per byte."""
+def mean_of(row: Row, begin: int, end: int) -> float:
+    """Bits per byte at positions from `begin` to `end`."""
+    total = 0.0
+    for name, value in row["bits"]["positions"].items():
+        first, last = map(int, name.split("-"))
+        total += value * max(0, min(last, end) - max(first, begin))
+    return total / (end - begin)
+
+
+def reach(row: Row) -> float | None:
+    """What far context is worth to a model: bits past position 2,048 minus those from 256 to 1,024,
+    of the same run; None of shorter texts."""
+    T = row["T"]
+    return mean_of(row, 2048, T) - mean_of(row, 256, 1024) if T > 2048 else None
+
+
+def recipe_of(row: Row) -> str:
+    return row.get("recipe", "old")
+
+
+def trained(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.get("kind") == "train" and "failed" not in row]
+
+
+def by_text(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Of the complete runs with the recipe, the bytes and the model of the last one, those of each
+    text, by its name."""
 
     def experiment(row: Row) -> tuple[str, int, str]:
-        return row["data"]["sha256"], row["steps"] * row["batch"] * row["T"], str(row["shape"])
+        return recipe_of(row), row["steps"] * row["batch"] * row["T"], str(row["shape"])
 
-    runs = [row for row in rows if row.get("kind") == "train" and "failed" not in row]
-    runs = [row for row in runs if experiment(row) == experiment(runs[-1])]
+    runs, texts = trained(rows), dict[str, list[Row]]()
+    for row in runs:
+        if experiment(row) == experiment(runs[-1]):
+            texts.setdefault(text_name(row), []).append(row)
+    return texts
+
+
+def text_name(row: Row) -> str:
+    return row["data"].get("name", row["data"]["sha256"][:12])
+
+
+def by_length(rows: Sequence[Row]) -> dict[int, Variants]:
+    """Of `by_text` the runs with the text of the last one: at each length those of every variant,
+    by bits per byte."""
+    texts = by_text(rows)
+    return variants_by_length(texts[text_name(trained(rows)[-1])]) if texts else {}
+
+
+def variants_by_length(runs: Sequence[Row]) -> dict[int, Variants]:
     lengths = sorted({row["T"] for row in runs})
     return {T: by_variant([row for row in runs if row["T"] == T], bits) for T in lengths}
 
@@ -292,7 +366,7 @@ def by_length(rows: Sequence[Row]) -> dict[int, Variants]:
 def speed_cell(rows: Sequence[Row], T: int, name: str) -> str:
     """Thousands of tokens a second, eager / compiled; in brackets times those of dense attention on
     the same card and at the same commit."""
-    speeds = [row for row in rows if row.get("kind") == "speed" and row["T"] == T]
+    speeds = [row for row in rows if row["T"] == T]
     cells = []
     for is_compiled in (False, True):
         of_mode = [row for row in speeds if row["compile"] == is_compiled]
@@ -326,6 +400,7 @@ def cells_of(runs: list[Row], dense: list[Row], speed: str) -> dict[str, str]:
         "bits per byte": spread(list(map(bits, runs))),
         "minus dense": "" if row["variant"] == DENSE else minus_dense(runs, dense),
         "last half": spread([run["bits"]["last_half"] for run in runs]),
+        **more_cells(runs),
     }
     for name in row["bits"]["positions"]:
         if int(name.partition("-")[0]) >= row["T"] // 32:
@@ -335,21 +410,62 @@ def cells_of(runs: list[Row], dense: list[Row], speed: str) -> dict[str, str]:
     return found | {"thousand tokens/s (times dense), eager / compiled": speed}
 
 
+def more_cells(runs: Sequence[Row]) -> dict[str, str]:
+    """What tells near keys from far ones, and the time of training."""
+    columns = {"reach": reach, "0-256": lambda row: mean_of(row, 0, min(256, row["T"]))}
+    found = {}
+    for name, measure in columns.items():
+        values = [value for run in runs if (value := measure(run)) is not None]
+        found[name] = spread(values) if values else ""
+    return found | {"seconds": spread([run["seconds"] for run in runs], 0)}
+
+
+def table_of_recipes(rows: Sequence[Row]) -> str:
+    """Every recipe and rate: the mean over seeds for each text, length, number of bytes and
+    variant."""
+    groups: dict[tuple[Any, ...], dict[int, Row]] = {}
+    for row in trained(rows):
+        fields = ("T", "variant", "train_bytes", "lr")
+        key = (text_name(row), recipe_of(row), *[row[name] for name in fields])
+        groups.setdefault(key, {})[row["seed"]] = row
+    if not groups:
+        return NO_ROWS
+    lines = list[tuple[tuple[Any, ...], dict[str, str]]]()
+    for key, seeds in groups.items():
+        text, recipe, T, variant, size, lr = key
+        runs = list(seeds.values())
+        last = [r["bits_of_last_weights"]["all"] for r in runs if "bits_of_last_weights" in r]
+        cells = {
+            "text": text, "T": length(T), "variant": variant, "MB": f"{size / 1e6:.0f}",
+            "recipe": recipe, "learning rate": f"{lr:g}", "seeds": str(len(runs)),
+            "bits per byte": spread(list(map(bits, runs))), **more_cells(runs),
+            "without the average": spread(last) if last else "",
+        }  # fmt: skip
+        lines.append(((text, T, variant, size, fmean(map(bits, runs))), cells))
+    lines.sort(key=lambda line: line[0])
+    head = list(lines[0][1])
+    return common.markdown([head, *(list(cells.values()) for _, cells in lines)])
+
+
 def table_of_runs(rows: Sequence[Row]) -> str:
-    """For each length, the variants by their bits per byte."""
-    parts, used = [], list[Row]()
-    for T, variants in by_length(rows).items():
+    """For each text and length, the variants by their bits per byte."""
+    parts = [table_of_text(name, runs, rows) for name, runs in by_text(rows).items()]
+    return "\n\n".join(parts) or NO_ROWS
+
+
+def table_of_text(text: str, rows_of_text: Sequence[Row], rows: Sequence[Row]) -> str:
+    parts, used, last = [], list[Row](), rows_of_text[-1]
+    speeds = [row for row in rows if row.get("kind") == "speed" and row["shape"] == last["shape"]]
+    speeds = [row for row in speeds if recipe_of(row) == recipe_of(last)]
+    for T, variants in variants_by_length(rows_of_text).items():
         lines = list[list[str]]()
         for name, runs in variants.items():
-            cells = cells_of(runs, variants.get(DENSE, []), speed_cell(rows, T, name))
+            cells = cells_of(runs, variants.get(DENSE, []), speed_cell(speeds, T, name))
             lines += [] if lines else [["variant", *cells]]
             lines.append([name, *cells.values()])
             used += runs
-        parts.append(f"T = {T}:\n\n{common.markdown(lines)}")
-    if not used:
-        return NO_ROWS
-    last = used[-1]
-    where = f"{last['train_bytes'] / 1e6:.0f} MB of training text a run, {last['schedule']}; "
+        parts.append(f"Text {text}, T = {T}:\n\n{common.markdown(lines)}")
+    where = f"{last['train_bytes'] / 1e6:.0f} MB of training text a run, recipe {recipe_of(last)}; "
     where += f"text with SHA-256 {last['data']['sha256'][:12]}, {last['data']['bytes']} bytes. "
     return "\n\n".join([*parts, where + common.machine(used)])
 
@@ -405,20 +521,24 @@ def plot(rows: Sequence[Row]) -> None:
 # the program
 
 
-def quick_plan(args: Namespace, variants: dict[str, Settings], data: dict[str, Any]) -> Plan:
+def quick_plan(
+    args: Namespace, variants: dict[str, Settings], data: dict[str, Any], recipe: Recipe
+) -> Plan:
     shape = dict(SHAPE, dim=32, depth=4, heads=4, dim_head=16, ff_expansion_factor=2.0)
     small = {name: scaled(settings, 8) for name, settings in variants.items()}
+    recipe = replace(recipe, step_tokens=320, short_tokens=32, warmup=1)
     return Plan(
         small, data, (160,), tuple(args.seeds or (0,)), tuple(args.lrs or (1e-3,)),
-        train_bytes=1280, step_tokens=320, held_out_bytes=320, needles=2, warmup=1, points=2,
-        precision="fp32", compile=args.compile, shape=shape,
+        train_bytes=1280, held_out_bytes=320, needles=2, points=2, precision="fp32",
+        compile=args.compile, recipe=recipe, base=shape,
     )  # fmt: skip
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     runs_pool.options(parser)
     add = parser.add_argument
-    add("--data", type=Path, help="the text of benchmarks.corpus, or any file of bytes")
+    add("--data", type=Path, nargs="+", help="texts of benchmarks.corpus, or any files of bytes")
+    add("--recipe", nargs="+", default=["old"], metavar="NAME,FIELD=VALUE", help="see recipe.py")
     add("--lengths", type=int, nargs="+", default=[8192], metavar="T")
     add("--bytes", type=int, default=150_000_000, help="to train on, each run")
     add("--compile", action="store_true", help="torch.compile with CUDA graphs")
@@ -429,23 +549,29 @@ def run(args: Namespace, recorder: common.Recorder) -> None:
     variants = runs_pool.variants_of(args, VARIANTS)
     if not (args.quick or args.data):
         raise ValueError("data must be given to train, --data FILE")
+    paths = args.data or [QUICK_TEXT]
+    texts = [{"name": path.stem, **corpus.about(path)} for path in paths]
+    plans = [
+        quick_plan(args, variants, text, recipe) if args.quick else Plan(
+            variants, text, tuple(args.lengths), tuple(args.seeds or (0, 1, 2)),
+            tuple(args.lrs or ()), args.bytes, compile=args.compile, recipe=recipe,
+        )
+        for recipe, text in itertools.product(map(parsed, args.recipe), texts)
+    ]  # fmt: skip
+    files = {text["sha256"]: str(path.resolve()) for text, path in zip(texts, paths, strict=True)}
+
+    def jobs(rows: list[Row]) -> list[Job]:
+        return in_turn([(plan.speeds if args.speed else plan.jobs)(rows) for plan in plans])
+
     with runs_pool.work_of(args) as work:
-        path = args.data or QUICK_TEXT
-        about = corpus.about(path)
-        if args.quick:
-            plan = quick_plan(args, variants, about)
-        else:
-            plan = Plan(
-                variants, about, tuple(args.lengths), tuple(args.seeds or (0, 1, 2)),
-                tuple(args.lrs or LR), args.bytes, compile=args.compile,
-            )  # fmt: skip
-        given = dict(data=str(path.resolve()))
-        pool = runs_pool.Pool(execute, work, recorder, args.deadline, given)
-        runs_pool.run_all(pool, plan.speeds if args.speed else plan.jobs)
+        pool = runs_pool.Pool(execute, work, recorder, args.deadline, files)
+        runs_pool.run_all(pool, jobs)
+        if not args.speed:
+            print(table_of_recipes(recorder.rows))
 
 
 BENCHMARK = common.Benchmark(
-    "learning", __doc__, options, run, ("variant", "T", "seed", "lr"), TABLES, plot
+    "learning", __doc__, options, run, ("recipe", "variant", "T", "seed", "lr"), TABLES, plot
 )
 main = BENCHMARK.main
 

@@ -14,8 +14,8 @@ own under `--work`:
 A process ends when all jobs are complete, or after `--deadline` seconds: then its run writes a
 checkpoint and stops, as it does on SIGTERM and SIGINT. The next call continues it.
 
-What a step of a run does is a function of the run's settings and the step's number. AdamW, linear
-warm-up, cosine down to a tenth of the learning rate, as train_enwik8.py.
+What a step of a run does is a function of the run's settings and the step's number: `recipe.py`
+has its optimizers, its schedule and the average of its weights.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 from native_sparse_attention import Transformer
-from train_enwik8 import build_optimizer, learning_rate
 from training.errors import UserError
 from training.runs import locked, write
 
 from . import common
 from .common import Row
+from .recipe import Recipe, build_optimizers, set_rate
 from .variants import Settings, parsed
 
 SPEC, CHECKPOINT, WEIGHTS = "spec.json", "checkpoint.pt", "weights.pt"
@@ -138,33 +140,40 @@ class Fitted:
     curve: list[list[float]] = field(default_factory=list)
 
 
-def fit(model: Transformer, loss_at: Callable[[int], Losses], cfg: Namespace, run: Run) -> Fitted:
+def fit(
+    model: Transformer, loss_at: Callable[[int], Losses], cfg: Namespace, run: Run,
+    average: AveragedModel | None = None,
+) -> Fitted:  # fmt: skip
     """Train to the last step, from the run's checkpoint if it has one.
 
     `loss_at(step)` is the loss of step 1, 2, ..., alone or with others that are added to it; the
-    curve has that loss alone. `cfg` is that of `config`.
+    curve has that loss alone. `cfg` is that of `config`. `average` follows the weights.
 
     Raises:
         Stopped: the run has to stop; its checkpoint is written.
         ArithmeticError: a loss that is not finite.
     """
-    optimizer, done = build_optimizer(model, cfg), Fitted()
+    optimizers, done = build_optimizers(model, cfg), Fitted()
+    saved: dict[str, Any] = {"model": model} | ({} if average is None else {"average": average})
+    saved |= {f"optimizer {index}": optimizer for index, optimizer in enumerate(optimizers)}
     total = torch.zeros((), dtype=torch.float64, device=cfg.device)
     if (state := run.load()) is not None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        for name, part in saved.items():
+            part.load_state_dict(state[name])
         done, total = Fitted(**state["done"]), state["total"]
     points = {round(cfg.steps * (i + 1) / cfg.points) for i in range(cfg.points)}
     model.train()
     before, since = done.seconds, common.synchronize(run.device)
     for step in range(done.step + 1, cfg.steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(cfg, step)
+        set_rate(optimizers, cfg, step)
         losses = loss_at(step)
         add_up(losses).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        if average is not None:
+            average.update_parameters(model)
         total += (losses[0] if isinstance(losses, tuple) else losses).detach()
         done.step = step
         if step in points:
@@ -177,13 +186,13 @@ def fit(model: Transformer, loss_at: Callable[[int], Losses], cfg: Namespace, ru
             print(f"{run.name}: step {step} of {cfg.steps}, loss {mean:.4f}", flush=True)
         if run.stopping or run.save_due:
             done.seconds = before + common.synchronize(run.device) - since
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state = {name: part.state_dict() for name, part in saved.items()}
             run.save({**state, "done": vars(done), "total": total})
             if run.stopping:
                 raise Stopped(f"{run.name}: stopped at step {done.step} of {cfg.steps}")
             before, since = done.seconds, common.synchronize(run.device)
     model.eval()
-    run.write(WEIGHTS, model.state_dict())
+    run.write(WEIGHTS, (model if average is None else average.module).state_dict())
     return done
 
 
@@ -193,10 +202,12 @@ def add_up(losses: Losses) -> Tensor:
 
 def config(spec: dict[str, Any], run: Run) -> Namespace:
     """The settings of a run in the words of train_enwik8.py."""
-    names = ("steps", "points", "lr", "warmup", "weight_decay", "clip", "seed", "precision")
+    values = Recipe().settings
+    names = ("steps", "points", "lr", "seed", "precision")
+    values |= {name: spec[name] for name in (*names, *values) if name in spec}
     fixed = dict(accumulate=1, pack="", attention="sparse", backend="auto", compile="off")
     where = dict(device=str(run.device), batch_size=spec["batch"], seq_len=spec["T"])
-    return Namespace(**{name: spec[name] for name in names}, **fixed, **where)
+    return Namespace(**values | fixed | where)
 
 
 def on(tensor: Tensor, device: torch.device) -> Tensor:
@@ -288,8 +299,13 @@ class Pool:
             write(folder / ROW, content.encode())
             (folder / CHECKPOINT).unlink(missing_ok=True)
         self.rows[job.key] = {"run": job.key, **json.loads(content)}
-        with locked(self.work):
-            self.recorder.add(self.rows[job.key])
+        while True:
+            try:
+                with locked(self.work):
+                    self.recorder.add(self.rows[job.key])
+                return
+            except UserError:  # another process adds a row
+                time.sleep(0.1)
 
 
 # what benchmarks of runs have in common
@@ -331,7 +347,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--work", type=Path, help="directory of the runs, on a local disk; a next call continues")
     add("--deadline", type=float, default=math.inf, help="seconds, after which a run stops")
-    add("--variants", nargs="+", metavar="NAME", help="all by default")
+    add("--variants", nargs="+", metavar="NAME", help="or patterns such as '1088*'; all by default")
     add("--variant", action="append", default=[], metavar="NAME=JSON", help="one more, of settings")
     add("--seeds", type=int, nargs="+", help="0 1 2 by default")
     add("--lrs", type=float, nargs="+", help="learning rates that the first seed tries")
@@ -340,10 +356,12 @@ def options(parser: argparse.ArgumentParser) -> None:
 def variants_of(args: Namespace, known: dict[str, Settings]) -> dict[str, Settings]:
     """Raises ValueError for a name that is not known."""
     more = dict(map(parsed, args.variant))
-    names = args.variants or ([] if more else list(known))
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"variants must be some of {', '.join(known)}, got {unknown[0]!r}")
-    return {name: known[name] for name in names} | more
+    found = dict[str, Settings]()
+    for pattern in args.variants or ([] if more else ["*"]):
+        if not (names := [name for name in known if fnmatchcase(name, pattern)]):
+            raise ValueError(f"variants must be some of {', '.join(known)}, got {pattern!r}")
+        found |= {name: known[name] for name in names}
+    return found | more
 
 
 @contextmanager

@@ -4,6 +4,7 @@ A variant is a dict of JSON values: arguments of SparseAttention, and of these k
 
     dense          True: the layer is dense attention with the same weights
     local_layers   of Transformer: indices of the layers that rank nothing
+    share_ranking  one of so many layers ranks, the others take its block indices
     compress_mlp   the network of compressed keys, a name of NETWORKS; the layer's own by default
     ranking_queries  m: the ranking loss of m queries a sequence and layer is added to the loss
 """
@@ -27,7 +28,7 @@ from .common import Row
 
 Settings = dict[str, Any]
 
-KEYS = ("dense", "local_layers", "compress_mlp", "ranking_queries")
+KEYS = ("dense", "local_layers", "share_ranking", "compress_mlp", "ranking_queries")
 # by name, of the head dimension and l
 NETWORKS: dict[str, Callable[[int, int], nn.Module]] = {
     "mean": lambda dim_head, l: MeanPool(),
@@ -58,7 +59,20 @@ SMALL: Settings = dict(
     ROTATED, selection_block_size=32, num_selected_blocks=16, num_initial_blocks=2,
     num_local_blocks=16,
 )  # fmt: skip
+# 1 initial, 8 local and 16 ranked blocks of 64 tokens: 1600 keys, the preset of long sequences
+LARGE: Settings = dict(WIDE, num_selected_blocks=16)
 INDEX: Settings = dict(importance="index", ranking_queries=64)
+# what costs less than a score of every token, head group and layer
+RANKINGS: dict[str, Settings] = {
+    "R = 4": dict(selection_stride=4),
+    "R = 16": dict(selection_stride=16),
+    "two stages": dict(
+        num_selected_groups=16, compress_block_size=16, compress_block_sliding_stride=16
+    ),
+    "one ranking for 2 layers": dict(share_ranking=2),
+    "one ranking for 4 layers": dict(share_ranking=4),
+    "index of 32": dict(INDEX, index_dim=32),
+}
 
 # the most valuable first: this is the order in which they are trained
 VARIANTS: dict[str, Settings] = {
@@ -80,13 +94,17 @@ VARIANTS: dict[str, Settings] = {
     "one softmax, logits": ONE,
     "MLP over windows of 8": SHORT,
     "MLP over windows of 8, 8 apart": dict(SHORT, compress_block_sliding_stride=8),
+    "1600 keys, blocks of 64": LARGE,
+    "1600 keys, blocks of 64, layers 2 and 4 local": dict(LARGE, local_layers=[1, 3]),
+    **{f"1088 keys, blocks of 32, {name}": SMALL | ranking for name, ranking in RANKINGS.items()},
+    **{f"1600 keys, blocks of 64, {name}": LARGE | ranking for name, ranking in RANKINGS.items()},
 }
 
 
 def scaled(settings: Settings, factor: int) -> Settings:
     """These settings with blocks and windows of fewer tokens, for shorter sequences. Compression
     windows of at most 8 tokens stay."""
-    found, names = dict(settings), ["selection_block_size"]
+    found, names = dict(settings), ["selection_block_size", "selection_stride"]
     if found.get("compress_block_size", 0) > 8:
         names += ["compress_block_size", "compress_block_sliding_stride"]
     for name in names:
@@ -130,8 +148,12 @@ def make(settings: Settings, shape: dict[str, Any]) -> Transformer:
     if "compress_mlp" in settings:
         network = NETWORKS[settings["compress_mlp"]]
         layer["compress_mlp"] = network(shape["dim_head"], layer["compress_block_size"])
-    local = settings.get("local_layers", ())
-    model = Transformer(**shape, use_sparse_attn=True, sparse_attn_kwargs=layer, local_layers=local)
+    every = settings.get("share_ranking")
+    model = Transformer(
+        **shape, use_sparse_attn=True, sparse_attn_kwargs=layer,
+        local_layers=settings.get("local_layers", ()),
+        share_ranking=None if every is None else range(0, shape["depth"], every),
+    )  # fmt: skip
     if settings.get("dense"):
         recipes.set_dense(model, True)
     return model

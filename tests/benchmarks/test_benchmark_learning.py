@@ -13,14 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import common, corpus, learning, recall, runs_pool, variants
+from benchmarks import common, corpus, learning, recall, recipe, runs_pool, variants
 from native_sparse_attention import recipes
 from native_sparse_attention.presets import PRESETS, preset
 
 QUICK = ["--quick", "--device", "cpu"]
 SHAPE = dict(learning.SHAPE, dim=32, depth=2, heads=4, dim_head=16)
 # the models here are of two layers
-SMALL = {n: variants.scaled(s, 8) for n, s in variants.VARIANTS.items() if "local_layers" not in s}
+SMALL = {
+    name: variants.scaled(settings, 8)
+    for name, settings in variants.VARIANTS.items()
+    if not settings.keys() & {"local_layers", "share_ranking"}
+}
 NOT_MEASURED = ("seconds", "tokens_per_s", "date", "curve")
 
 
@@ -61,6 +65,8 @@ def test_presets_are_what_is_trained(T):
     del trained["sliding_window_size"]  # of a branch that is not there
     one = preset("one-softmax", T) | dict(branches=["selected"])
     assert one.pop("dense_length") == 8192 and trained == one
+    longer = preset("one-softmax") | dict(branches=["selected"], sliding_window_size=255)
+    assert longer.pop("dense_length") and variants.VARIANTS["1600 keys, blocks of 64"] == longer
 
 
 def test_dense_attention_is_that_of_the_same_weights():
@@ -88,9 +94,10 @@ def test_keys_of_a_query():
     assert all(keys(name) == {"selected": 768} for name in ones)
 
 
-def test_a_stopped_run_continues_exactly(tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["old", "muon,short=0.5"])
+def test_a_stopped_run_continues_exactly(how, tmp_path, monkeypatch):
     """Stopped after every step and started again: the row of a run that was not."""
-    names = ["--variants", "paper's ranking, means"]
+    names = ["--variants", "paper's ranking, means", "--recipe", how]
     whole = learning.main([*QUICK, *names, "--work", str(tmp_path / "whole")])
 
     stops = []
@@ -116,7 +123,7 @@ def test_processes_share_the_runs(tmp_path):
     assert learning.main([*call, "--deadline", "1e-6"]) == []
     plan = learning.quick_plan(
         Namespace(lrs=None, seeds=None, compile=False), {"window": variants.VARIANTS["window"]},
-        corpus.about(learning.QUICK_TEXT),
+        {"name": "README", **corpus.about(learning.QUICK_TEXT)}, recipe.RECIPES["old"],
     )  # fmt: skip
     (job,) = plan.jobs([])
     (work / job.key).mkdir(parents=True)
@@ -147,7 +154,7 @@ def test_what_failed_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(learning, "evaluate", fail)
     call = [*QUICK, "--variants", "window", "--work", str(tmp_path)]
-    with pytest.raises(SystemExit, match="1 cases failed, the first: window .*no such thing"):
+    with pytest.raises(SystemExit, match="1 cases failed, the first: .*window .*no such thing"):
         learning.main(call)
     monkeypatch.undo()
     assert "bits" in learning.main(call)[0]
@@ -178,6 +185,100 @@ def test_order_of_the_jobs():
     assert ("dense", 8192, 1, 3.0) in told(plan.jobs(rows))
     with pytest.raises(ValueError, match="lengths must divide 32768 tokens, got 1000"):
         learning.Plan(chosen, {}, lengths=(1000,))
+
+
+# recipes
+
+
+def test_recipes():
+    """A name with changes, which rows tell; what is unknown is refused."""
+    found = recipe.parsed("muon,warmup=5,qk_norm=0,depth=3,rope_theta=1e5")
+    assert found.settings == recipe.RECIPES["muon"].settings | dict(
+        recipe="muon,warmup=5,qk_norm=0,depth=3,rope_theta=1e5", warmup=5, qk_norm=False
+    )
+    plan = learning.Plan({"dense": variants.VARIANTS["dense"]}, {}, recipe=found)
+    assert plan.shape == learning.SHAPE | dict(depth=3, rope_theta=1e5)
+    spec = plan.jobs([])[0].spec
+    assert (spec["optimizer"], spec["warmup"], spec["lr"]) == ("muon", 5, found.lrs[0])
+    bad = {
+        "sgd": "recipe must begin with one of old, adamw, muon, got 'sgd'",
+        "adamw,optimizer=sgd": "optimizer must be one of adamw, muon, got 'sgd'",
+        "adamw,warmup=x": "warmup of a recipe has another type, got 'warmup=x'",
+        "adamw,short=2": "short must be from 0 to 1, got 2",
+    }
+    for text, message in bad.items():
+        with pytest.raises(ValueError, match=message):
+            recipe.parsed(text)
+    with pytest.raises(ValueError, match="variant dense: .* argument 'width'"):
+        learning.Plan(plan.variants, {}, recipe=recipe.parsed("adamw,width=3"))
+
+
+def test_muon_needs_a_torch_that_has_it(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    with pytest.raises(ValueError, match="needs torch.optim.Muon of torch 2.9 or later"):
+        recipe.parsed("muon,warmup=5")
+
+
+def test_rates():
+    """Linear up, constant, linear to 0; the cosine ends at a tenth."""
+    cfg = Namespace(lr=2.0, warmup=10, steps=100, schedule="linear", decay=0.5)
+    rates = [recipe.rate(cfg, step) for step in (1, 10, 50, 51, 100)]
+    assert rates == pytest.approx([0.2, 2, 2, 2, 0.04])
+    cosine = Namespace(**vars(cfg) | dict(schedule="cosine"))
+    assert recipe.rate(cosine, 100) == pytest.approx(0.2)
+
+
+def test_what_an_optimizer_trains():
+    """Muon the matrices of the layers, AdamW all others, each parameter once."""
+    model = variants.build(SMALL["MLP over windows of 8"], SHAPE, seed=0)
+    cfg = Namespace(optimizer="muon", lr=0.1, weight_decay=0.1, device="cpu")
+    muon, others = recipe.build_optimizers(model, cfg)
+    names = {id(p): name for name, p in model.named_parameters()}
+    lists = [[names[id(p)] for g in o.param_groups for p in g["params"]] for o in (muon, others)]
+    assert sorted(itertools.chain(*lists)) == sorted(names.values())
+    assert {name.partition(".")[0] for name in lists[0]} == {"layers"}
+    assert {"token_emb.weight", "to_logits.weight"} <= {*lists[1]}
+    assert any("to_strategy_combine" in name for name in lists[1])
+
+
+def test_the_average_is_what_is_tested(tmp_path):
+    """Of one step it is the last weights."""
+    call = [*QUICK, "--variants", "dense", "--lrs", "0.1", "--recipe"]
+    first, last = learning.main(
+        [*call, "adamw,average=1,start=default", "adamw,average=0.25", "--work", str(tmp_path)]
+    )
+    assert last["bits"] == last["bits_of_last_weights"]
+    assert first["bits"] != first["bits_of_last_weights"]
+    weights = torch.load(tmp_path / first["run"] / "weights.pt")
+    assert {*weights} == {*variants.build(SMALL["dense"], SHAPE, 0).state_dict()} | {
+        name for name in weights if name.startswith(("layers.2", "layers.3")) or "_norm." in name
+    }
+
+
+def row_of(seed, recipe_name, positions, text="a", **others):
+    total = {"all": fmean_of(positions), "last_half": 1.0, "positions": positions}
+    row = dict(kind="train", variant="dense", settings={}, seed=seed, T=4096, lr=0.1, seconds=2.0)
+    row |= dict(steps=2, batch=1, shape={}, bits=total, data={"name": text, "sha256": "s"})
+    row |= {} if recipe_name is None else dict(recipe=recipe_name)
+    return row | dict(train_bytes=8192) | others
+
+
+def fmean_of(positions):
+    return sum(positions.values()) / len(positions)
+
+
+def test_tables_keep_recipes_and_texts_apart():
+    positions = {"0-256": 3.0, "256-512": 2.0, "512-1024": 1.4, "1024-2048": 1.0, "2048-4096": 0.5}
+    rows = [row_of(0, None, dict(positions, **{"0-256": 9.0}))]
+    rows += [row_of(seed, "muon", positions, text) for seed in (0, 1) for text in ("a", "b")]
+    assert learning.reach(rows[1]) == pytest.approx(0.5 - (256 * 2 + 512 * 1.4) / 768)
+    assert learning.reach(rows[1] | dict(T=2048)) is None
+    assert {n: len(runs) for n, runs in learning.by_text(rows).items()} == {"a": 2, "b": 2}
+    (variant,) = learning.by_length(rows)[4096].values()
+    assert [row["data"]["name"] for row in variant] == ["b", "b"]
+    lines = learning.table_of_recipes(rows).splitlines()
+    assert len(lines) == 5 and "| muon | 0.1 | 2 | 1.580 ± 0.000 | -1.100 ± 0.000 |" in lines[2]
+    assert "| old | 0.1 | 1 |" in lines[3]
 
 
 # associative recall and the needle: the task is what it says
@@ -362,15 +463,6 @@ def test_what_cannot_be_read(tree, tmp_path):
     assert not out.exists()
 
 
-def test_command(tree, tmp_path, capsys):
-    text, out = tmp_path / "text", tmp_path / "rows.jsonl"
-    sizes = ["--bytes", "30000", "--held-out-bytes", "9000", "--file-bytes", "2000"]
-    (row,) = corpus.main([str(tree), "--text", str(text), *sizes, "--out", str(out)])
-    assert row["sha256"] in capsys.readouterr().out
-    assert common.read_rows(out)[0]["sha256"] == row["sha256"]
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "linux-1", "text", "text.json", "rows.jsonl",
-    }  # fmt: skip
 def deb(path, files):
     """A Debian package: an ar archive of a version, control files and the files."""
     content = io.BytesIO()
@@ -411,3 +503,12 @@ def test_text_of_packages(tmp_path):
     assert b"".join(pieces) == bytes(range(33, 126)) * 5
 
 
+def test_command(tree, tmp_path, capsys):
+    text, out = tmp_path / "text", tmp_path / "rows.jsonl"
+    sizes = ["--bytes", "30000", "--held-out-bytes", "9000", "--file-bytes", "2000"]
+    (row,) = corpus.main([str(tree), "--text", str(text), *sizes, "--out", str(out)])
+    assert row["sha256"] in capsys.readouterr().out
+    assert common.read_rows(out)[0]["sha256"] == row["sha256"]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "linux-1", "text", "text.json", "rows.jsonl",
+    }  # fmt: skip
