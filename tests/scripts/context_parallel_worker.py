@@ -182,7 +182,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore", DenseAttentionWarning)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    for name in CASES:
+    for name in [*CASES][:: dist.get_world_size() // 2]:  # of four processes every second
         check(name, mesh["cp"], torch.float64, selection_stride=4)
         check(name, mesh["cp"], torch.float64, "cu_seqlens", selection_stride=4)
         if dist.get_world_size() == 2:
