@@ -87,7 +87,8 @@ def config_of(**changes):
 @torch.no_grad()
 def test_layer(backend):
     """Whole, packed and over caches it is the same layer; ranked by all groups, another."""
-    layer = SparseAttention.from_config(config_of(backend=backend, num_selected_groups=1)).to(DEVICE)
+    config = config_of(backend=backend, num_selected_groups=1)
+    layer = SparseAttention.from_config(config).to(DEVICE)
     x = torch.randn(2, 140, 32, device=DEVICE)
     out, indices = layer(x, return_block_indices=True)
     assert torch.equal(layer(x, block_indices=indices), out)

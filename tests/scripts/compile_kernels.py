@@ -336,8 +336,11 @@ def ranking(capability):
     rank(FP16, (16, 1, 64), num_selected_blocks=16, selection_stride=4)
     rank(BF16, (8, 1, 128), num_selected_blocks=16, causal=False)
     rank(BF16, (16, 1, 128), selection_block_size=32)
+    windows = dict(compress_block_size=16, compress_block_sliding_stride=16, num_selected_groups=5)
     for dtype in (BF16, FP32):
         rank(dtype, (16, 1, 128), **TOKENS)
+        with launch.using({"largest_sm90": False}):
+            rank(dtype, (16, 1, 128), **TOKENS | windows)
 
 
 def selections(capability):

@@ -151,6 +151,7 @@ def best_blocks(
     WINDOWS: tl.constexpr = F.s // F.d if F.s > F.d else 1
     KEYS: tl.constexpr = WINDOWS if F.LARGEST else 1
     PARTIAL: tl.constexpr = F.LARGEST and F.DOCUMENTS and not F.CAUSAL
+    GROUPS: tl.constexpr = F.GROUPS
     # a query's edge block holds the last windows that it sees
     EDGES: tl.constexpr = F.INTERPOLATED and F.CAUSAL
     ROOM: tl.constexpr = BLOCK_N // (
@@ -200,7 +201,7 @@ def best_blocks(
             candidate = (c[None] >= low[:, None]) & (c[None] < end[:, None])
             if F.GROUPS > 0:
                 is_kept = candidate & (c < 0)[None]
-                for i in tl.static_range(F.GROUPS):
+                for i in tl.static_range(GROUPS):
                     is_kept |= tl.load(groups + i)[:, None] == (c // F.GROUP)[None]
                 candidate &= is_kept
             running = topn.fold(running, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
