@@ -41,11 +41,9 @@ RANKED_GEOMETRY = (*GEOMETRY, "num_selected_blocks", "query_heads_share_selected
 
 # what a layer has in place of a ranking that takes the block indices of another
 GIVEN: dict[str, Any] = dict(
-    importance="given",
-    use_diff_topk=False,
-    interpolated_importance_score=False,
+    importance="given", use_diff_topk=False, interpolated_importance_score=False,
     num_selected_groups=0,
-)
+)  # fmt: skip
 
 # by "index", a block's score from those of its windows: the rule of that name
 INDEX_RULES = {"max": "max", "mean": "logits"}

@@ -105,8 +105,8 @@ def nsa_cost(
     memory slots, the tokens of its selected, initial and local blocks, and `min(i, w) + 1` of the
     window. The ranking multiplies `2 D` for each window and group (`importance="logits"`) or head
     ("probs", or one ranking per head), once per `selection_stride` tokens; in two stages also for
-    the tokens of `num_selected_groups` groups. A dense query, as all of
-    dense attention, sees `i + 1` keys and ranks none.
+    the tokens of `num_selected_groups` groups. A dense query, as all of dense attention, sees
+    `i + 1` keys and ranks none.
 
     Args:
         dtype: dtype of weights, activations and cache.

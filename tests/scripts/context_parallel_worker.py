@@ -5,6 +5,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from parallel_worker import message
 from torch.distributed.device_mesh import init_device_mesh
 
 from native_sparse_attention import DenseAttentionWarning, KVCache, NSAConfig, SparseAttention
@@ -140,14 +141,6 @@ def check_ranking_loss(mesh) -> None:
         assert expected > 0
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(layer.to_index.weight.grad, gradient)
-
-
-def message(call) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    raise AssertionError("no ValueError")
 
 
 def check_refused(mesh) -> None:

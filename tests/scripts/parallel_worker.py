@@ -166,14 +166,16 @@ def check_checkpoint(folder: str) -> None:
     print("a checkpoint resumes on other meshes", flush=True)
 
 
-def check_refused(mesh) -> None:
-    def message(call) -> str:
-        try:
-            call()
-        except ValueError as error:
-            return str(error)
-        raise AssertionError("no ValueError")
+def message(call) -> str:
+    """Of the ValueError that a call raises."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("no ValueError")
 
+
+def check_refused(mesh) -> None:
     def refuse(model, **options) -> str:
         return message(lambda: parallelize(model, mesh, **options))
 

@@ -7,7 +7,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import transformers
-from parallel_worker import batch, check_weights, distribute, make_optimizer, steps
+from parallel_worker import batch, check_weights, distribute, make_optimizer, message, steps
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -97,13 +97,6 @@ def check_loading(folder: str) -> None:
 
 
 def check_refused() -> None:
-    def message(call) -> str:
-        try:
-            call()
-        except ValueError as error:
-            return str(error)
-        raise AssertionError("no ValueError")
-
     meshes = {name: init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("cp", "tp")}
     ids = batch()[0][:, :64]
     one_head, moe = (
