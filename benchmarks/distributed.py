@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from native_sparse_attention import SparseAttention, Transformer
 from native_sparse_attention.distributed import (
@@ -45,20 +46,26 @@ from native_sparse_attention.distributed import (
 )
 from native_sparse_attention.presets import preset
 
-from . import clock, common, oracle
+from . import clock, common, oracle, scaling
 from .common import Row, WrongResult
+from .scaling import HEADS, MODEL
 
 PAGE = common.ROOT / "docs" / "scaling.md"
 FORMS = ("one softmax", "three branches")
 MODES = ("one", "dp", "cp")
-HEADS = dict(heads=32, kv_heads=4, dim_head=128)
-MODEL = dict(num_tokens=256, dim=2048, depth=16, causal=True, **HEADS)
 SMALL = dict(dim=64, depth=2, heads=4, kv_heads=2, dim_head=16)
 LENGTHS, LAYER_LENGTH = (65536, 262144), 2**20
 # tokens of the checks, which eager PyTorch can run
 CHECKED = 2048
 # bf16 losses of three steps, in another order of sums
 LOSS_TOLERANCE = 0.01
+
+# FSDP2's are of c10d, those of context parallelism functional
+COLLECTIVES = {
+    "c10d::_allgather_base_": "weights", "c10d::_reduce_scatter_base_": "gradients",
+    "_c10d_functional::all_gather_into_tensor": "keys",
+    "_c10d_functional::reduce_scatter_tensor": "gradients of keys",
+}  # fmt: skip
 
 Spans = list[tuple[float, float]]
 
@@ -126,10 +133,11 @@ def measure_layer(form: str, mode: str, T: int, quick: bool, device: torch.devic
     x = torch.randn(1, T // mesh.size(), net.config.dim, device=device, dtype=torch.bfloat16)
     both, forward = clock.calls_of(next(iter(clock.HEADS)), net, x)
     reset_peak(device)
-    return {
+    row = {
         "both_ms": median_ms(both, device), "forward_ms": median_ms(forward, device),
         "peak_mib": peak_mib(device),
     }  # fmt: skip
+    return row | (count_sent(both) if device.type == "cpu" else {})
 
 
 # models
@@ -186,7 +194,7 @@ def measure_model(mode: str, T: int, quick: bool, device: torch.device) -> Row:
     reset_peak(device)
     ms = median_ms(step, device)
     row = {"step_ms": ms, "tokens_per_s": round(rows * T / ms * 1e3), "peak_mib": peak_mib(device)}
-    return row | (communication(step) if device.type == "cuda" else {})
+    return row | (communication(step) if device.type == "cuda" else count_sent(step))
 
 
 # clocks and traces
@@ -214,6 +222,28 @@ def peak_mib(device: torch.device) -> int | None:
     peak = torch.tensor(torch.cuda.max_memory_allocated(device), device=device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return round(int(peak) / 2**20)
+
+
+class SentBytes(TorchDispatchMode):
+    """Bytes that this rank sends, by the names of `scaling.sent_bytes`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = dict.fromkeys(COLLECTIVES.values(), 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        op = func.name().partition(".")[0]
+        if name := COLLECTIVES.get(op):
+            whole, shard = args[:2] if op.startswith("c10d") else (out, args[0])
+            self.sent[name] += abs(whole.nbytes - shard.nbytes)
+        return out
+
+
+def count_sent(step: Callable[[], Any]) -> Row:
+    with SentBytes() as counter:
+        step()
+    return {"sent_bytes": counter.sent}
 
 
 def communication(step: Callable[[], Any]) -> Row:
@@ -297,6 +327,7 @@ def table_of(rows: Sequence[Row], subject: str) -> str:
 TABLES = {
     PAGE: {f"distributed {name}": functools.partial(table_of, subject=name)
            for name in ("model", "layer")}
+    | {"scaling": scaling.predictions, "scaling measured": scaling.comparison}
 }  # fmt: skip
 
 

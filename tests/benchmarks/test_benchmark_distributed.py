@@ -12,7 +12,8 @@ from benchmarks import common
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from benchmarks import distributed
+from benchmarks import clock, distributed, scaling
+from native_sparse_attention import Transformer
 
 
 def test_quick_form(tmp_path):
@@ -31,6 +32,70 @@ def test_quick_form(tmp_path):
     assert not any("failed" in row for row in rows)
     assert all(row["error_share"] < 1 for row in rows if row["subject"] == "layer")
     assert all(row["tokens_per_s"] > 0 for row in rows if row["subject"] == "model")
+    check_sent_bytes(rows)
+
+
+def check_sent_bytes(rows):
+    """The processes send what `scaling` counts."""
+    sizes = {**distributed.MODEL, **distributed.SMALL}
+    for row in rows:
+        T, dp, cp = scaling.sizes_of(row) if row["mode"] != "one" else (row["T"], 1, 1)
+        settings = distributed.settings_of(row["form"], T)
+        net = Transformer(**sizes, use_sparse_attn=True, sparse_attn_kwargs=settings)
+        if row["subject"] == "model":
+            expected = scaling.sent_bytes(net, T, dp, cp)
+        else:  # both passes of one layer, without recomputation
+            keys = scaling.layer_bytes(net.layers[0][0].config, T // cp, cp)
+            expected = dict(row["sent_bytes"]) | {"keys": keys, "gradients of keys": keys}
+        assert row["sent_bytes"] == expected
+        assert any(expected.values()) == (row["mode"] != "one")
+
+
+def test_rates_are_those_of_measured_rows():
+    rows = [r for r in common.read_rows(clock.BENCHMARK.results) if r["subject"] == "transformer"]
+    rows = [r for r in rows if r["form"] == "one softmax" and r["T"] >= 2**14]
+    assert rows
+    for row in rows:
+        settings = distributed.settings_of(row["form"], row["T"])
+        with torch.device("meta"):
+            net = Transformer(**clock.MODEL, use_sparse_attn=True, sparse_attn_kwargs=settings)
+        forward, backward, logits = scaling.compute_seconds(net, row["T"])
+        prefill = len(net.layers) * forward + logits / 3
+        step = len(net.layers) * (forward + backward) + logits
+        assert prefill * 1e3 == pytest.approx(row["prefill"], rel=0.15)
+        assert step * 1e3 == pytest.approx(row["training step"], rel=0.15)
+
+
+def test_simulated_schedule():
+    """Weights travel beside computation, keys do not."""
+    T, nvlink = 2**16, 45e9
+    net = scaling.model_of(T)
+
+    def exposed(dp, cp, nvlink=nvlink):
+        seconds, compute = scaling.simulate(net, T, dp, cp, nvlink=nvlink)
+        return seconds - compute, scaling.sent_bytes(net, T, dp, cp)
+
+    assert exposed(1, 1)[0] == pytest.approx(0)
+    seconds, sent = exposed(2, 1)
+    assert 0 < seconds < 0.1 * sum(sent.values()) / nvlink
+    seconds, sent = exposed(1, 2)
+    keys = sent["keys"] + sent["gradients of keys"]
+    assert keys / nvlink < seconds < sum(sent.values()) / nvlink
+    # over a slow link it is busy throughout
+    sent, seconds = exposed(2, 1)[1], scaling.simulate(net, T, 2, 1, nvlink=1e9)[0]
+    assert seconds == pytest.approx(sum(sent.values()) / 1e9, 0.1)
+
+
+def test_measured_rows_set_the_speed():
+    alone = dict(subject="model", form="one softmax", mode="one", T=2**16, processes=2)
+    alone |= dict(step_ms=3000.0, tokens_per_s=20000)
+    both = alone | dict(mode="cp", step_ms=1600.0, tokens_per_s=38000, exposed_ms=90.0)
+    both["nccl_ms"] = sum(scaling.sent_bytes(scaling.model_of(2**16), 2**16, 1, 2).values()) / 1e8
+    seconds, compute = scaling.simulate_row(2**16, 1, 2, [alone, both])
+    assert compute == pytest.approx(1.5)
+    expected = scaling.simulate(scaling.model_of(2**16), 2**16, 1, 2, nvlink=1e11)
+    assert seconds - compute == pytest.approx(expected[0] - expected[1], rel=0.1)
+    assert "/ 1.60 s, 95%, 90 ms" in scaling.comparison([alone, both])
 
 
 def test_exposed_intervals():
