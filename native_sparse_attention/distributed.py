@@ -409,6 +409,7 @@ class TensorParallelAttention(SparseAttention):
 
     The weights keep their names and, whole, their values, so that checkpoints of any mesh load. In
     each forward a rank gathers the weight of `to_qkv` and multiplies by the rows of its own heads.
+    A cache holds the KV heads of its rank.
     """
 
     mesh: DeviceMesh
@@ -418,16 +419,18 @@ class TensorParallelAttention(SparseAttention):
     # the settings that those of `local` were made from
     whole: NSAConfig
 
+    @property
+    def geometry(self) -> dict[str, Any]:
+        """That of a cache."""
+        return self.local[0].config.geometry
+
     def forward(self, inp: Tensor, cache: Any = None, *args: Any, **settings: Any) -> Any:
-        refused = dict(
-            cache=cache or settings.get("return_cache") or None, collect=self.observer,
-            ranking_queries=settings.get("ranking_queries"),
-        )  # fmt: skip
+        refused = dict(collect=self.observer, ranking_queries=settings.get("ranking_queries"))
         refuse("tensor", refused)
         (local,), mesh = self.local, self.mesh
         if self.whole is not self.config:
             self.whole, local.config = self.config, split_config(self.config, mesh.size())
-        for name in ("_dense", "context"):
+        for name in ("_dense", "context", "identity"):
             if getattr(local, name) is not getattr(self, name):
                 setattr(local, name, getattr(self, name))
         tensors = {name: self.local_weight(name, p) for name, p in self.named_parameters()}
@@ -435,7 +438,7 @@ class TensorParallelAttention(SparseAttention):
         replicated: Any = DTensor.from_local(inp, mesh, [Replicate()], run_check=False)
         inp = replicated.to_local(grad_placements=[Partial()])
         tensors |= dict(self.named_buffers())
-        result = functional_call(local, tensors, (inp, None, *args), settings)
+        result = functional_call(local, tensors, (inp, cache, *args), settings)
         out, *others = result if isinstance(result, tuple) else (result,)
         out = DTensor.from_local(out, mesh, [Partial()], run_check=False)
         out = out.redistribute(placements=[Replicate()]).to_local()
@@ -592,13 +595,6 @@ def decoder_of(model: Any) -> Any:
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
-def leave_out_cache(decoder: Any, inputs: Any, arguments: dict[str, Any]) -> Any:
-    """A hook: models of transformers make a cache by default, which sparse layers refuse."""
-    if all(arguments.get(name) is None for name in ("cache", "past_key_values")):
-        arguments["use_cache"] = False
-    return inputs, arguments
-
-
 def shard_pretrained(model: Any, context: ContextParallel, is_drop_in: bool) -> None:
     """Give a model under `hf.use_sparse_attention` the positions of its shard. Refuse what needs
     the whole sequence."""
@@ -641,8 +637,6 @@ def split_pretrained(model: Any, mesh: DeviceMesh, is_drop_in: bool) -> None:
             f"model must have a multiple of the {mesh.size()} tensor-parallel ranks as "
             f"num_key_value_heads, got {kv_heads}"
         )
-    if not is_drop_in:
-        decoder_of(model).register_forward_pre_hook(leave_out_cache, with_kwargs=True)
     plan: dict[str, str] = {}
     for pattern, style in (model.tp_plan or {}).items():
         form = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))

@@ -47,6 +47,7 @@ def test_parallel(tmp_path):
     for name, number in dict(dp=3, tp=6, cp=4).items():
         assert printed.count(f"{name} equals one process") == 2 * number
     assert printed.count("a checkpoint resumes on other meshes") == 2
+    assert printed.count("a cache of own heads equals one process") == 2 * 4
 
 
 def test_models_of_transformers(tmp_path):
@@ -57,6 +58,7 @@ def test_models_of_transformers(tmp_path):
         assert len(re.findall(rf"{name} of [^=]*? equals one process", printed)) == 2 * number
     assert printed.count("what shards lack is refused") == 2
     assert printed.count("from_pretrained splits a model") == 2
+    assert printed.count("generate equals one process") == 2
 
 
 def test_products_of_parallelisms():
@@ -67,12 +69,12 @@ def test_products_of_parallelisms():
 
 def test_script_of_the_documentation(tmp_path):
     blocks = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-    training, _, resuming = blocks
+    training, _, resuming, decoding = blocks
     end = "dist.destroy_process_group()\n"
     assert training.endswith(end)
     script = tmp_path / "train.py"
     # see distributed_worker.py
-    source = training.removesuffix(end) + resuming + end + "os._exit(0)\n"
+    source = training.removesuffix(end) + resuming + decoding + end + "os._exit(0)\n"
     script.write_text(source.replace('"checkpoint"', repr(str(tmp_path / "checkpoint"))), "utf-8")
     losses = re.findall(r"^\d (\d+\.\d+)$", torchrun(script, 2), re.MULTILINE)
     assert len(losses) == 3 and all(5 < float(loss) < 7 for loss in losses)

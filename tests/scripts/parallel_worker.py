@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from native_sparse_attention import DenseAttentionWarning, KVCache, SparseAttention, Transformer
+from native_sparse_attention import DenseAttentionWarning, SparseAttention, Transformer
 from native_sparse_attention.compress import (
     AttentionPool,
     CompressTransformer,
@@ -32,6 +32,7 @@ ONE_SOFTMAX = SIZES | dict(
     branches=("selected",), importance="max", rank_rotated=True, compress_block_size=1,
     compress_block_sliding_stride=1,
 )  # fmt: skip
+MEANS = SIZES | dict(branches=("selected",), selection_stride=1)
 PAPER = SIZES | dict(importance="probs", branch_kv="independent", use_diff_topk=True)
 INDEX = ONE_SOFTMAX | dict(importance="index", index_dim=6, rank_rotated=False)
 SHORT = SIZES | dict(num_local_blocks=2)
@@ -110,6 +111,29 @@ def check(
     torch.testing.assert_close(steps(model, make_optimizer(model), *rows, **call), expected)
     check_weights(model, plain)
     print(f"{' x '.join(sizes)} equals one process", flush=True)
+
+
+@torch.no_grad()
+def check_decoding(settings: dict, **pages) -> None:
+    """Prompts of different lengths in chunks, then tokens one by one, over a cache of a rank's
+    heads."""
+    plain, model = build(settings), build(settings)
+    distribute(model, {"tp": 2})
+    ids, caches = batch()[0][:2], model.new_cache(**pages)
+    logits = [model(ids[:, i:j], cache=caches) for i, j in ((0, 50), (50, 121), (121, 122))]
+    logits.append(model(ids[:, 122:], cache=caches, lengths=[6, 4]))
+    whole, found = plain(ids), torch.cat(logits, dim=1)
+    torch.testing.assert_close(found[0], whole[0])
+    torch.testing.assert_close(found[1, :126], whole[1, :126])
+    one = plain.new_cache(**pages)
+    plain(ids, cache=one)
+    assert caches[0].lengths == [128, 126]
+    assert caches[0].memory()["k"] == one[0].memory()["k"] / 2
+    args = ids[:, :40], 50, 0.0
+    assert torch.equal(model.sample(*args), plain.sample(*args))
+    other = message(lambda: model(ids, cache=caches[::-1]))
+    assert "cache holds tokens of another layer" in other
+    print("a cache of own heads equals one process", flush=True)
 
 
 class OwnModel(torch.nn.Module):
@@ -193,10 +217,8 @@ def check_refused(mesh) -> None:
     assert "layers of SparseAttention" in refuse(parallelize(build(SHORT), mesh))
     layer = parallelize(SparseAttention(**SHAPE, **INDEX), mesh)
     x = torch.randn(1, 32, 32)
-    for name, value in dict(cache=KVCache(), ranking_queries=2, return_cache=True).items():
-        refused = message(lambda n=name, v=value: layer(x, **{n: v}))
-        name = name.removeprefix("return_")
-        assert refused.startswith(f"{name} must be None under tensor parallelism, got")
+    refused = message(lambda: layer(x, ranking_queries=2))
+    assert refused.startswith("ranking_queries must be None under tensor parallelism, got")
     cp, pp = (init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("cp", "pp"))
     assert "mesh must have dimensions" in message(lambda: parallelize(build(SHORT), pp))
     assert "tp_plan needs tp" in message(lambda: parallelize(build(SHORT), cp, tp_plan={}))
@@ -217,6 +239,9 @@ if __name__ == "__main__":
         check({"cp": 2}, SHORT, dict(local_layers=[0]), packed)
         for network in (GroupedMLP(8, 8, 4), ConvLinearCompress(4, 8, 8), AttentionPool(8, 8)):
             check({"tp": 2}, SHORT, dict(compress_mlp=network))
+        for settings in (ONE_SOFTMAX, MEANS, PAPER):
+            check_decoding(settings)
+        check_decoding(INDEX, batch=2, max_length=128, page_size=16, num_pages=20)
         check_own_model()
         check_checkpoint(sys.argv[1])
         check_refused(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))

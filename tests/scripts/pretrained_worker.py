@@ -17,6 +17,7 @@ from native_sparse_attention.distributed import parallelize
 from native_sparse_attention.hf import (
     NSAForCausalLM,
     NSAModelConfig,
+    SparseCache,
     convert,
     use_sparse_attention,
 )
@@ -80,6 +81,21 @@ def check(name: str, sizes: dict[str, int], **options) -> None:
     print(f"{' x '.join(sizes)} of {name} equals one process", flush=True)
 
 
+def check_generating() -> None:
+    """Tensor parallel, over caches of a rank's heads."""
+    for name in ("Llama", "NSAForCausalLM", "converted"):
+        models = MODELS[name]().eval(), MODELS[name]().eval()
+        (ids,) = distribute(models[1], {"tp": 2}, rows=[batch()[0][:2, :40]])
+        options = dict(max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(ids))
+        texts = []
+        for model in models:
+            if name == "Llama":
+                options["past_key_values"] = SparseCache(model.config)
+            texts.append(model.generate(ids, **options))
+        assert texts[0].shape == (2, 48) and torch.equal(*texts), name
+    print("generate equals one process", flush=True)
+
+
 def check_loading(folder: str) -> None:
     """transformers splits a drop-in model as it loads it."""
     model = drop_in("Llama")
@@ -128,6 +144,7 @@ if __name__ == "__main__":
         check(name, {"tp": 2})
         check(name, {"cp": 2}, activation_checkpointing=name == "Llama")
     check_refused()
+    check_generating()
     check_loading(sys.argv[1])
     dist.barrier()
     dist.destroy_process_group()
