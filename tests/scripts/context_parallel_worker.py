@@ -99,6 +99,30 @@ def check(name: str, mesh, dtype: torch.dtype, kind: str = "", **changes) -> Non
             torch.testing.assert_close(p.grad, gradients[weight], **tolerance)
 
 
+@torch.no_grad()
+def check_flex(mesh) -> None:
+    """flex_attention, which has no gradients on the CPU, sees a chunk's documents."""
+    from torch.nn.attention import flex_attention  # loads sympy
+
+    # as the fixture untraced_flex
+    flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    for name, kind in (
+        ("one-softmax", "cu_seqlens"),
+        ("not causal", "cu_seqlens"),
+        ("paper, means", "segment_ids"),
+    ):
+        settings, networks, _ = CASES[name]
+        torch.manual_seed(0)
+        layer = SparseAttention(**SHAPE | settings, **networks)
+        bounds, x = documents(kind, 64), torch.randn(1 if kind == "cu_seqlens" else 2, 64, 16)
+        expected = layer(x, **bounds)
+        context_parallel(layer, mesh)
+        layer.backend = "flex"
+        (shard,) = context_parallel_shard(mesh, [x], [1])
+        (out,) = context_parallel_unshard(mesh, [layer(shard, **bounds)], [1])
+        torch.testing.assert_close(out, expected, msg=lambda m, n=name, k=kind: f"{n} {k}: {m}")
+
+
 def check_block_indices(mesh) -> None:
     """Blocks of a whole sequence given to shards, and asked of them, are the same."""
     for stride, kind in ((1, ""), (4, ""), (4, "cu_seqlens")):
@@ -182,6 +206,8 @@ if __name__ == "__main__":
             check(name, mesh["cp"], torch.float64)
             check(name, mesh["cp"], torch.float32)
             check(name, mesh["cp"], torch.float64, "segment_ids")
+    if dist.get_world_size() == 2:
+        check_flex(mesh["cp"])
     check_block_indices(mesh["cp"])
     check_ranking_loss(mesh["cp"])
     check_refused(mesh["cp"])
