@@ -42,7 +42,7 @@ RANKED_GEOMETRY = (*GEOMETRY, "num_selected_blocks", "query_heads_share_selected
 # what a layer has in place of a ranking that takes the block indices of another
 GIVEN: dict[str, Any] = dict(
     importance="given", use_diff_topk=False, interpolated_importance_score=False,
-    num_selected_groups=0,
+    num_selected_groups=0, ranking_bits=16,
 )  # fmt: skip
 
 # by "index", a block's score from those of its windows: the rule of that name
@@ -68,6 +68,7 @@ class AttentionConfig:
     num_local_blocks: int = 1
     selection_stride: int = 1
     num_selected_groups: int = 0
+    ranking_bits: int = 16
     query_heads_share_selected_kv: bool = True
     branches: tuple[str, ...] = BRANCHES
     dense_length: int = 0
@@ -114,6 +115,7 @@ class AttentionConfig:
         )  # fmt: skip
         self.keep_checked(check_int, *sizes, minimum=1)
         self.keep_checked(check_int, "sliding_window_size", "dense_length", minimum=0)
+        self.keep_checked(check_int, "ranking_bits", minimum=1)
         numbers = "num_selected_blocks", "num_selected_groups"
         self.keep_checked(check_int, *numbers, minimum=0, limit=TOO_MANY_BLOCKS)
         self.keep_checked(check_bool, *flags)
@@ -149,6 +151,18 @@ class AttentionConfig:
             )
         if self.use_diff_topk and self.importance == "given":
             raise ValueError("use_diff_topk must be False with importance='given': no scores")
+        if self.ranking_bits not in (8, 16):
+            raise ValueError(f"ranking_bits must be 8 or 16, got {self.ranking_bits}")
+        if self.ranking_bits == 8:
+            self.check_needed(
+                "ranking_bits", importance=("max",), causal=(True,), use_diff_topk=(False,),
+                num_selected_groups=(0,),
+            )  # fmt: skip
+            if "compressed" in self.branches:
+                raise ValueError(
+                    "ranking_bits=8 needs branches without 'compressed', which attends to the keys "
+                    f"that rank, got branches={self.branches}"
+                )
         if self.num_selected_groups:
             self.check_stages()
         if self.dense_length and self.branches != ("selected",):
@@ -162,19 +176,22 @@ class AttentionConfig:
                 f"got {self.dense_length}"
             )
 
-    def check_stages(self) -> None:
-        """Check what two stages of ranking need."""
-        needed = dict(
-            importance=("max", "logits"), causal=(True,), use_diff_topk=(False,),
-            interpolated_importance_score=(False,),
-        )  # fmt: skip
+    def check_needed(self, setting: str, **needed: tuple[Any, ...]) -> None:
+        """Check that others have values that a setting goes with."""
         for name, values in needed.items():
             if getattr(self, name) not in values:
                 expected = " or ".join(map(repr, values))
                 raise ValueError(
-                    f"num_selected_groups={self.num_selected_groups} goes with {name}={expected}, "
+                    f"{setting}={getattr(self, setting)} goes with {name}={expected}, "
                     f"got {getattr(self, name)!r}"
                 )
+
+    def check_stages(self) -> None:
+        """Check what two stages of ranking need."""
+        self.check_needed(
+            "num_selected_groups", importance=("max", "logits"), causal=(True,),
+            use_diff_topk=(False,), interpolated_importance_score=(False,),
+        )  # fmt: skip
         if "compressed" in self.branches:
             raise ValueError(
                 "num_selected_groups needs branches without 'compressed', whose keys are not "
@@ -334,6 +351,8 @@ class NSAConfig(AttentionConfig):
             s.
         num_selected_groups: n1, ranks in two stages: groups of 4 blocks by their windows first, and
             then the blocks of the n1 best groups by the largest logit of a token. 0 for one stage.
+        ranking_bits: 16, or 8: queries and keys are rounded to 8-bit integers for the ranking alone
+            (importance="max", causal, without "compressed" and num_selected_groups).
         query_heads_share_selected_kv: False lets every query head select for itself.
         branches: some of "compressed", "selected" and "window". One alone has no gate.
             `("selected",)` is one softmax over the initial, local and ranked blocks; its compressed
@@ -452,6 +471,11 @@ class NSAConfig(AttentionConfig):
         check_choice("backend", self.backend, BACKENDS)
         importance = self.importance
         if self.is_indexed:
+            if self.ranking_bits != 16:
+                raise ValueError(
+                    "ranking_bits must be 16 with importance='index', whose queries and keys learn "
+                    f"to rank, got {self.ranking_bits!r}"
+                )
             self.keep(importance=INDEX_RULES[self.index_pool])
             check_positive("scale", self.scale)  # the loss teaches the largest scores
         super().check()

@@ -213,7 +213,7 @@ def use_sparse_attention(
             num_local_blocks (8), dense_length (8192), importance ("max"), compress_block_size and
             compress_block_sliding_stride (1, tokens themselves rank blocks),
             interpolated_importance_score, selection_stride, num_selected_groups (0),
-            query_heads_share_selected_kv,
+            ranking_bits (16), query_heads_share_selected_kv,
             use_diff_topk, backend ("auto"); and share_ranking: indices of layers that rank for
             themselves and for the layers of full attention after them, up to the next of these.
 

@@ -43,7 +43,7 @@ DEFAULTS = {
     for name in (
         "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
         "num_selected_blocks", "importance", "interpolated_importance_score", "num_initial_blocks",
-        "num_local_blocks", "selection_stride", "num_selected_groups",
+        "num_local_blocks", "selection_stride", "num_selected_groups", "ranking_bits",
         "query_heads_share_selected_kv", "dense_length", "use_diff_topk", "backend",
     )
 }  # fmt: skip

@@ -62,6 +62,7 @@ def decode_attention(
     num_local_blocks: int = 1,
     selection_stride: int = 1,
     num_selected_groups: int = 0,
+    ranking_bits: int = 16,
     query_heads_share_selected_kv: bool = True,
     branches: tuple[str, ...] = BRANCHES,
     dense_length: int = 0,
@@ -112,7 +113,7 @@ def decode_attention(
     check_given(q=q, k=k, v=v, lengths=lengths)
     return_block_indices = check_bool("return_block_indices", return_block_indices)
     if block_indices is not None:
-        importance, num_selected_groups = "given", 0
+        importance, num_selected_groups, ranking_bits = "given", 0, 16
     config = AttentionConfig(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
@@ -121,6 +122,7 @@ def decode_attention(
         interpolated_importance_score=interpolated_importance_score,
         num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks,
         selection_stride=selection_stride, num_selected_groups=num_selected_groups,
+        ranking_bits=ranking_bits,
         query_heads_share_selected_kv=query_heads_share_selected_kv, branches=branches,
         dense_length=dense_length, scale=scale, soft_cap=soft_cap, causal=True,
     )  # fmt: skip

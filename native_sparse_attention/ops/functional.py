@@ -242,6 +242,7 @@ def native_sparse_attention(
     num_local_blocks: int = 1,
     selection_stride: int = 1,
     num_selected_groups: int = 0,
+    ranking_bits: int = 16,
     query_heads_share_selected_kv: bool = True,
     branches: tuple[str, ...] = BRANCHES,
     dense_length: int = 0,
@@ -306,7 +307,7 @@ def native_sparse_attention(
     """
     return_block_indices = check_bool("return_block_indices", return_block_indices)
     if block_indices is not None:
-        importance, num_selected_groups = "given", 0
+        importance, num_selected_groups, ranking_bits = "given", 0, 16
     config = AttentionConfig(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
@@ -315,6 +316,7 @@ def native_sparse_attention(
         interpolated_importance_score=interpolated_importance_score,
         num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks,
         selection_stride=selection_stride, num_selected_groups=num_selected_groups,
+        ranking_bits=ranking_bits,
         query_heads_share_selected_kv=query_heads_share_selected_kv, branches=branches,
         dense_length=dense_length, scale=scale, soft_cap=soft_cap, causal=causal,
         use_diff_topk=use_diff_topk, recompute=recompute, block_sizes=block_sizes,
@@ -397,6 +399,7 @@ def select_blocks(
     num_local_blocks: int = 1,
     selection_stride: int = 1,
     num_selected_groups: int = 0,
+    ranking_bits: int = 16,
     query_heads_share_selected_kv: bool = True,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
@@ -434,6 +437,8 @@ def select_blocks(
             ("logits" or "max") of their windows are kept. A block of these groups scores the
             largest of `q_i . k_j * scale` over its tokens, with the mean query of the heads that
             share the ranking. 0 for one stage.
+        ranking_bits: 8 rounds the heads' sum of queries and the keys of a block to 8-bit integers,
+            each to its own scale (importance="max", causal).
         k: keys of tokens [B, S, K, D], for the second stage alone; S is their number.
         query_heads_share_selected_kv: False ranks for every query head on its own.
         seq_len: S; T by default.
@@ -458,6 +463,7 @@ def select_blocks(
         importance=importance, interpolated_importance_score=interpolated_importance_score,
         num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks,
         selection_stride=selection_stride, num_selected_groups=num_selected_groups,
+        ranking_bits=ranking_bits,
         query_heads_share_selected_kv=query_heads_share_selected_kv, causal=causal, scale=scale,
         soft_cap=soft_cap, branches=("selected",),
     )  # fmt: skip

@@ -359,6 +359,31 @@ def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
     return mass
 
 
+def quantize(x: Tensor, *dims: int) -> tuple[Tensor, Tensor]:
+    """8-bit integers of x, as floats, and their size over these dimensions: `x / size` rounded half
+    to even, with `size = max |x| * (1 / 127)`, each step in float32."""
+    size = x.abs().amax(dim=dims, keepdim=True).clamp(min=1e-30) * (1 / 127)
+    return (x / size).round(), size
+
+
+def quantize_queries(q: Tensor, kv_heads: int, shared: bool) -> Tensor:
+    """Integers [b i r d] that rank: of the sum of the heads that share a ranking. A positive factor
+    changes no ranking: their size is left out."""
+    if shared:
+        q = rearrange(q, "b i (k g) d -> b i k g d", k=kv_heads).sum(dim=3)
+    return quantize(q, -1)[0]
+
+
+def quantize_keys(ck: Tensor, d: int, s: int) -> tuple[Tensor, Tensor]:
+    """Integers of windows [b w k d] and their sizes [b k 1 1 w]: one for each block and KV head. A
+    candidate is complete, so that no later key changes its size."""
+    W, per_block = ck.shape[1], blocks.windows_per_block(d, s)
+    ck = F.pad(ck, (0, 0, 0, 0, 0, -W % per_block))
+    ck, size = quantize(rearrange(ck, "b (c w) k d -> b c w k d", w=per_block), 2, 4)
+    size = repeat(size, "b c 1 k 1 -> b k 1 1 (c w)", w=per_block)
+    return ck.flatten(1, 2)[:, :W], size[..., :W]
+
+
 def importance_scores(
     q: Tensor, ck: Tensor, mem_k: Tensor | None, visible: tuple[Tensor, Tensor], c: Tensor,
     config: AttentionConfig, sinks: Tensor | None = None,
@@ -376,10 +401,19 @@ def importance_scores(
         probs = F.pad(probs[..., k.shape[1] - W : k.shape[1]], (0, hidden))
         probs = probs.sum(dim=2) if shared else rearrange(probs, "b k g i w -> b (k g) i w")
         return block_mass(probs, c, config.compress_block_size, d, s)
-    if shared:
+    scale, size = config.scale, None
+    if config.ranking_bits == 8:  # products of integers are exact, and only the sign matters
+        scale = config.scale_of(q.shape[-1])
+        scale = float((scale > 0) - (scale < 0))
+        q = quantize_queries(q, ck.shape[2], shared)
+        ck, size = quantize_keys(ck, d, s)
+    elif shared:
         # the mean over heads of dot products is the dot product with the mean query
         q = rearrange(q, "b i (k g) d -> b i k g d", k=ck.shape[2]).mean(dim=3)
-    window_scores = rearrange(scores(q, ck, config.scale), "b k g i w -> b (k g) i w")
+    window_scores = scores(q, ck, scale)
+    if size is not None:
+        window_scores = window_scores * size
+    window_scores = rearrange(window_scores, "b k g i w -> b (k g) i w")
     window_scores = F.pad(window_scores, (0, hidden))
     if config.interpolated_importance_score:
         return interpolate_windows(window_scores, visible, c, d, s)

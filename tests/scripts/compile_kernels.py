@@ -271,6 +271,8 @@ def decode(capability):
     step(FP32, many, importance="logits", query_heads_share_selected_kv=False, **stages)
     for dtype in (BF16, FP32):
         step(dtype, many, page=256, **sizes, **TOKENS)
+        eight = dict(ranking_bits=8, causal=True, branches=("selected",))
+        step(dtype, many, page=256, **sizes, **TOKENS, **eight)
     for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):
         if launch.decode_bytes(H, 256, 4, T, s) <= launch.architecture().shared_memory:
             step(FP32, (H, 1, 256, 256), T=T, selection_block_size=s)
@@ -325,7 +327,8 @@ def largest(capability):
         for s, n, stride in ((32, 16, 1), (64, 16, 4), (128, 13, 1)):
             for heads in ((16, 4, 128), (8, 2, 64), (4, 4, 32)):
                 settings = dict(selection_block_size=s, num_selected_blocks=n, **TOKENS)
-                rank(BF16, heads, selection_stride=stride, **settings)
+                for bits in (16, 8):
+                    rank(BF16, heads, selection_stride=stride, ranking_bits=bits, **settings)
                 windows = dict(compress_block_size=16, compress_block_sliding_stride=16)
                 rank(BF16, heads, num_selected_groups=n, **settings | windows)
 
@@ -338,7 +341,8 @@ def ranking(capability):
     rank(BF16, (16, 1, 128), selection_block_size=32)
     windows = dict(compress_block_size=16, compress_block_sliding_stride=16, num_selected_groups=5)
     for dtype in (BF16, FP32):
-        rank(dtype, (16, 1, 128), **TOKENS)
+        for bits in (16, 8):
+            rank(dtype, (16, 1, 128), ranking_bits=bits, **TOKENS)
         with launch.using({"largest_sm90": False}):
             rank(dtype, (16, 1, 128), **TOKENS | windows)
 

@@ -115,6 +115,29 @@ def two_halves(x):
 
 
 @triton.jit
+def round_even(x):
+    """Floats below 2^22 rounded half to even."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def size_of_integers(largest):
+    """The size of 8-bit integers of numbers up to `largest`."""
+    return tl.maximum(largest, 1e-30) * 0.007874015748031496
+
+
+@triton.jit
+def quantize(x, ROWS: tl.constexpr):
+    """Rows x [M, D] of float32 as 8-bit integers, as floats, and their sizes [M], one for each ROWS
+    of them: `reference.quantize`."""
+    M: tl.constexpr = x.shape[0]
+    largest = tl.max(tl.reshape(tl.abs(x), [M // ROWS, ROWS * x.shape[1]]), 1)
+    size = size_of_integers(largest)
+    size = tl.reshape(tl.broadcast_to(size[:, None], [M // ROWS, ROWS]), [M])
+    return round_even(tl.div_rn(x, size[:, None])), size
+
+
+@triton.jit
 def large(x, WIDE: tl.constexpr):
     """x in 64 bits if offsets formed from it may need them; 32 bits take fewer registers."""
     return x.to(tl.int64) if WIDE else x

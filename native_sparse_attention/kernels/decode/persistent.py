@@ -26,10 +26,11 @@ from torch import Tensor
 
 from ...config import AttentionConfig
 from ...ops import call as calls
+from ...ops.reference import quantize_queries
 from ..common import launch
 from ..common.launch import cdiv, next_power_of_2
 from ..common.precompile import launcher
-from ..common.primitives import candidates_end, load_rows, soft_capped, softmax_step
+from ..common.primitives import candidates_end, load_rows, quantize, soft_capped, softmax_step
 from ..common.tile_configs import MAX_COLUMN_N
 from ..selected.branch import keep_valid_blocks
 from ..topk import topn
@@ -88,7 +89,8 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
     """Attention of the compressed branch over one split of the windows, for one sequence, KV head
     and tile of BLOCK_M (token, query head) rows; split 0 also reads the memory. Writes the partial
     result (not with ONE_SOFTMAX) and, by SCORE_MODE, the scores of the windows. Queries and keys
-    are I wide; a KV head has CMP_G queries, 1 where one ranks for its head group."""
+    are I wide; a KV head has CMP_G queries, 1 where one ranks for its head group. With QUANTIZED
+    above 0 queries are 8-bit integers, and so are keys, so many of one size."""
     length = tl.load(call.cache.lengths + b).to(tl.int32)
     TOKENS: tl.constexpr = F.BLOCK_M // F.PADDED_G
     ATTEND: tl.constexpr = not F.ONE_SOFTMAX
@@ -135,7 +137,12 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
                 clamped, b, call.cv.b, call.cv.n, call.cache, F.WINDOWS_PER_PAGE
             )
             v_tile = load_rows(v_ptr, v_offsets, F.E, F.BLOCK_E, n < num_windows)
-        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * call.scale_log2
+        scale = call.scale_log2
+        if F.QUANTIZED > 0:
+            integers, size = quantize(k_tile.to(tl.float32), F.QUANTIZED)
+            k_tile = integers.to(tl.float16)
+            scale = size[None] * ((scale > 0).to(tl.float32) - (scale < 0).to(tl.float32))
+        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
         x = logits
         if F.CAP:
             x = soft_capped(x, call.cap)
@@ -641,6 +648,7 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
         TAIL_SIZE=shape.tail_size if config.selection_stride > 1 and is_ranked else 0,
         SCORE_MODE=score_mode.value, BLOCK_WINDOWS=per_block, FUSE_LOCAL=fuse_local,
         SEPARATE_WINDOW=shape.has_window, WARMUP=warmup, ONE_SOFTMAX=one_softmax,
+        QUANTIZED=max(1, s // d) if is_ranked and config.ranking_bits == 8 else 0,
     )  # fmt: skip
     return step.Plan(
         nsa_decode_persistent, programs, partials, (score_heads, numbers["SCORE_COLUMNS"]),
@@ -661,6 +669,10 @@ def decode(call: calls.Call, config: AttentionConfig) -> Tensor:
             call.new_indices.copy_(indices)
         call = call.but(block_indices=indices, ck=None, new_indices=None)
         config = config.but(importance="given", num_selected_groups=0)
+    elif config.ranking_bits == 8 and config.ranks and call.block_indices is None:
+        q = (call.q if call.cq is None else call.cq).float()
+        q = quantize_queries(q, call.k.shape[2], config.query_heads_share_selected_kv)
+        call = call.but(cq=q.half())
     elif call.block_indices is not None:
         selection = launch.Selection(
             call.block_indices, config.selection_block_size, config.num_initial_blocks,

@@ -7,6 +7,9 @@ which a thread of the product's accumulator holds keys of a single block of four
 rows: it takes their maximum, and keeps the n best of its blocks sorted in registers. At the end the
 four threads of a row merge their columns. A score costs no exchange between threads.
 
+With `ranking_bits=8` keys and queries are integers, whose products take half the time and bytes.
+The integers of a block have one size, by which its largest product alone is multiplied.
+
 The second stage of a ranking reads those of a tile's groups of blocks alone that some of its
 leaders keep. Each row walks through its own groups, which are in order as the tile's are.
 """
@@ -43,7 +46,9 @@ THREADS = gl.constexpr(32 * (4 * CONSUMERS.value + 1))
 # slots of the ring; named barrier after theirs, by which consumers release the queries
 STAGES, QUERIES = gl.constexpr(4), gl.constexpr(7)
 REGISTERS = gl.constexpr(216)
+# layouts of products of float16, and of 8-bit integers
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 16]))
+ACC_8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 32]))
 # most blocks of a ranking, widths of heads, and keys of a block
 MAX_SLOTS, WIDTHS, BLOCK_KEYS = 16, (16, 32, 64, 128), (32, 64, 128)
 # leaders of a work tile
@@ -53,7 +58,7 @@ LENGTHS = ["first_token", "T", "C", "GROUPS", "TILES", "LINES", "RANKS"]
 # heads and their width; keys of a block, in STEPS tiles for a group; top n; tokens that share it;
 # groups that a leader keeps, a power of two, 0 for all
 Settings = namedtuple(
-    "Settings", "G RANKS_PER_KV D PER_BLOCK STEPS SLOTS INITIAL LOCAL d s STRIDE CAUSAL KEPT"
+    "Settings", "G RANKS_PER_KV D PER_BLOCK STEPS SLOTS INITIAL LOCAL d s STRIDE CAUSAL KEPT BITS"
 )
 Memory = namedtuple("Memory", "q q_bar k full")
 Problem = namedtuple("Problem", "starts first_token T C GROUPS TILES LINES RANKS kept")
@@ -66,8 +71,8 @@ NO_GROUP = gl.constexpr(1 << 30)
 @triton.jit(do_not_specialize=["W", "K", "C", "GROUPS"])
 def nsa_topk_key_tiles(ck, keys, sizes, W, K, C, GROUPS, sign, F: tl.constexpr):
     """One program: the keys of a group of blocks of one row and KV head, as tiles [STEPS, 128, D]
-    in float16, and the power of two [4] that undoes a block's scaling. Column n of a tile is key
-    `n // 8 * 2 + n % 2` of 32 of block `n % 8 // 2`."""
+    in float16, and the power of two [4] that undoes a block's scaling; or 8-bit integers and their
+    sizes [4]. Column n of a tile is key `n // 8 * 2 + n % 2` of 32 of block `n % 8 // 2`."""
     group, line = tl.program_id(0), tl.program_id(1)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     n, i = tl.arange(0, 128), tl.arange(0, 4)
@@ -85,19 +90,26 @@ def nsa_topk_key_tiles(ck, keys, sizes, W, K, C, GROUPS, sign, F: tl.constexpr):
     factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True) * sign
     factor = tl.sum(tl.where(i[None] == block[:, None], factor[None], 0.0), 1)
     size = (exponent << 23).to(tl.float32, bitcast=True)
+    if F.BITS == 8:
+        size = steps.size_of_integers(largest)
+        key_size = tl.sum(tl.where(i[None] == block[:, None], size[None], 0.0), 1)
     tl.store(sizes + line.to(tl.int64) * (GROUPS * 4) + group * 4 + i, size)
     for step in range(F.STEPS):
         w = tl.minimum(tl.minimum(c, C - 1) * F.PER_BLOCK + step * 32 + key, W - 1)
         rows = b * ck.b + h * ck.h + w.to(tl.int64) * ck.n
-        x = steps.load_rows(ck.ptr, rows, F.D, F.D, n >= 0).to(tl.float32) * factor[:, None]
+        x = steps.load_rows(ck.ptr, rows, F.D, F.D, n >= 0).to(tl.float32)
+        if F.BITS == 8:
+            x = steps.round_even(tl.div_rn(x, key_size[:, None])) * sign
+        else:
+            x *= factor[:, None]
         row = ((line.to(tl.int64) * GROUPS + group) * F.STEPS + step) * 128 + n
-        tl.store(keys + row[:, None] * F.D + tl.arange(0, F.D)[None], x.to(tl.float16))
+        tl.store(keys + row[:, None] * F.D + tl.arange(0, F.D)[None], x.to(keys.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["first_token", "T", "TILES", "RANKS"])
 def nsa_topk_mean_queries(q, queries, starts, first_token, T, TILES, RANKS, F: tl.constexpr):
     """One program: queries of 128 leaders of one row and ranking head: the mean of its G heads but
-    for a positive factor, in float16."""
+    for a positive factor, in float16 or as 8-bit integers."""
     tile, line = tl.program_id(0), tl.program_id(1)
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
     if starts is not None:
@@ -108,9 +120,12 @@ def nsa_topk_mean_queries(q, queries, starts, first_token, T, TILES, RANKS, F: t
     for g in range(F.G):
         rows = b * q.b + token.to(tl.int64) * q.n + (r * F.G + g) * q.h
         q_sum += steps.load_rows(q.ptr, rows, F.D, F.D, ranked).to(tl.float32)
-    high, _, _ = steps.two_halves(q_sum)
-    row = line.to(tl.int64) * TILES * 128 + index
-    tl.store(queries + row[:, None] * F.D + tl.arange(0, F.D)[None], high)
+    if F.BITS == 8:
+        high, _ = steps.quantize(q_sum, 1)
+    else:
+        high, _, _ = steps.two_halves(q_sum)
+    row = (line.to(tl.int64) * TILES * 128 + index)[:, None]
+    tl.store(queries + row * F.D + tl.arange(0, F.D)[None], high.to(queries.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["first_token", "T", "GROUPS", "TILES", "RANKS"])
@@ -189,7 +204,7 @@ def produce(queries, keys, call, memory, F: gl.constexpr):
         tile, line, _first, begin, end = work_tile(nth, call, F)
         if nth >= gl.num_programs(0):
             hopper.named_barrier("sync", QUERIES, THREADS)
-        mbarrier.expect(q_bar, CONSUMERS * ROWS * F.D * 2)
+        mbarrier.expect(q_bar, CONSUMERS * ROWS * F.D * F.BITS // 8)
         for consumer in gl.static_range(CONSUMERS):
             row = (line * call.TILES + tile) * (CONSUMERS * ROWS) + consumer * ROWS
             hopper.load_box(queries, [row, 0], q_bar, memory.q.index(consumer))
@@ -203,7 +218,7 @@ def produce(queries, keys, call, memory, F: gl.constexpr):
                 if turn >= STAGES:
                     hopper.named_barrier("sync", slot, THREADS)
                 bar = memory.full.index(slot)
-                mbarrier.expect(bar, KEYS * F.D * 2)
+                mbarrier.expect(bar, KEYS * F.D * F.BITS // 8)
                 row = ((kv_line * call.GROUPS + group) * F.STEPS + step) * KEYS
                 hopper.load_box(keys, [row, 0], bar, memory.k.index(slot))
                 turn += 1
@@ -260,11 +275,13 @@ def write(scores, blocks, out, leader_indices, tile, line, first, call, CONSUMER
 @gluon.jit
 def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
     """Consumer warpgroup: the rankings of its rows of each tile."""
-    zero = gl.zeros([ROWS, KEYS], gl.float32, ACC)
+    NUMBER: gl.constexpr = gl.int32 if F.BITS == 8 else gl.float32
+    LEAST: gl.constexpr = -(1 << 31) if F.BITS == 8 else float("-inf")
+    zero = gl.zeros([ROWS, KEYS], NUMBER, ACC_8 if F.BITS == 8 else ACC)
     SLOTS: gl.constexpr = F.SLOTS
     STEPS: gl.constexpr = F.STEPS
     # wider products take longer than the maxima: one at a time is as fast
-    PAIR: gl.constexpr = 2 if F.STEPS > 1 and F.D == 64 else 1
+    PAIR: gl.constexpr = 2 if F.STEPS > 1 and (F.D == 64 or F.BITS == 8) else 1
     COLUMNS: gl.constexpr = largest_of_blocks(zero).type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, COLUMNS)
     i, column = gl.arange(0, ROWS, ROW), gl.arange(0, BLOCKS, gl.SliceLayout(0, COLUMNS))
@@ -298,7 +315,7 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
             next_group = group_at(i_group + 1, end, tile, line, call, F)
             is_next = column < (end - 1 - i_group) * BLOCKS
             next_size = gl.load(size_row + next_group * BLOCKS + column, mask=is_next, other=0.0)
-            best = gl.full([ROWS, BLOCKS], float("-inf"), gl.float32, COLUMNS)
+            best = gl.full([ROWS, BLOCKS], LEAST, NUMBER, COLUMNS)
             for _pair in range(STEPS // PAIR):
                 # while the first product's maxima are taken, the second one is formed
                 products = ()
@@ -318,7 +335,7 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
                 own += is_own.to(gl.int32)
                 own_group = gl.load(own, mask=is_own, other=own_group)
                 is_candidate &= is_own[:, None]
-            score = gl.where(is_candidate, best * size[None], float("-inf"))
+            score = gl.where(is_candidate, best.to(gl.float32) * size[None], float("-inf"))
             # a column as deep as the top n loses none of it
             columns, c = (scores, blocks, score), gl.broadcast(c[None], score)[0]
             scores, blocks, _lost = topn.insert(columns, score, c)
@@ -361,6 +378,8 @@ def is_supported(q: Tensor, config: Any, documents: Any) -> bool:
     s, d, forced = config.selection_block_size, config.d, launch.override.get("largest_sm90")
     # widths below 64 have not run on a GPU
     sizes = q.shape[-1] in WIDTHS and (forced or q.shape[-1] >= 64)
+    # a product takes 16 features in float16, 32 integers
+    sizes = sizes and q.shape[-1] >= 256 // config.ranking_bits
     sizes = sizes and q.dtype.itemsize == 2 and s % d == 0 and s // d in BLOCK_KEYS
     is_ranked = config.importance == "max" and config.num_selected_blocks <= MAX_SLOTS
     fills = forced or q.shape[1] >= TILE * config.selection_stride
@@ -379,11 +398,13 @@ def select_blocks(
         H // ranks, ranks // K, D, per_block, per_block // 32, config.num_selected_blocks,
         config.num_initial_blocks, max(config.num_local_blocks, 1), d, s, stride, config.causal,
         0 if kept_groups is None else launch.next_power_of_2(kept_groups.shape[3]),
+        config.ranking_bits,
     )  # fmt: skip
     tiles, lines, scale = cdiv(cdiv(T + stride - 1, stride), TILE), B * ranks, config.scale_of(D)
-    keys = ck.new_empty(B * K * groups * F.STEPS * KEYS.value, D, dtype=torch.float16)
+    dtype = torch.int8 if F.BITS == 8 else torch.float16
+    keys = ck.new_empty(B * K * groups * F.STEPS * KEYS.value, D, dtype=dtype)
     sizes = ck.new_empty(B * K, groups * BLOCKS.value, dtype=torch.float32)
-    queries = q.new_empty(lines * tiles * TILE, D, dtype=torch.float16)
+    queries = q.new_empty(lines * tiles * TILE, D, dtype=dtype)
     sign = float((scale > 0) - (scale < 0))
     launcher(nsa_topk_key_tiles, (groups, B * K))(
         strided(ck), keys, sizes, W=W, K=K, C=num_ranked, GROUPS=groups, sign=sign, F=F

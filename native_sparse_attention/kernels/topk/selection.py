@@ -11,7 +11,8 @@ group gets the block indices of its leader. By `importance`, a block's score is
 `ops/reference.py` is the specification. Kernels omit a positive factor of all scores of a query: it
 does not change the ranking. Means are float32, split into two float16 halves, whose products tensor
 cores sum in float32; a product is accurate to 2^-21 of the product of its rows' largest elements.
-Of "max", one half is exact for keys of 16 bits, and mean queries are rounded to it.
+Of "max", one half is exact for keys of 16 bits, and mean queries are rounded to it. It is exact for
+8-bit integers, too, whose products are: `ranking_bits=8` ranks to the bit as the specification.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ Settings = namedtuple(
     "Settings",
     "G RANKS_PER_KV D BLOCK_D BLOCK_M BLOCK_N COLUMNS DEPTH MERGE_N SLOTS SLOTS_2 PER_BLOCK d s "
     "INITIAL LOCAL STRIDE CAUSAL DOCUMENTS FLIPPED INTERPOLATED ONE_HALF HALVES "
-    "NUM_STAGES_Q LARGEST WINDOW HEADS WARPS WIDE CAP GROUPS GROUP",
+    "NUM_STAGES_Q LARGEST WINDOW HEADS WARPS WIDE CAP GROUPS GROUP QUANTIZED",
 )
-# of the kernel that converts keys, BLOCK_C a program
-KeySettings = namedtuple("KeySettings", "D BLOCK_D HALVES FLIPPED BLOCK_C BLOCK_S d s INTERPOLATED")
+# of the kernel that converts keys, BLOCK_C a program; with QUANTIZED above 0 so many have one size
+KeySettings = namedtuple(
+    "KeySettings", "D BLOCK_D HALVES FLIPPED BLOCK_C BLOCK_S d s INTERPOLATED QUANTIZED"
+)
 BLOCK_C = 16
 
 
@@ -113,7 +116,11 @@ def nsa_topk_block_keys(
     key = (origin + k_sum / tl.maximum(count, 1.0)[:, None]) * scale
 
     row = (tl.program_id(2) * lines + line).to(tl.int64) * C + c
+    if F.QUANTIZED > 0:
+        key, block_size = steps.quantize(key, F.QUANTIZED)
     high, low, size = steps.two_halves(key)
+    if F.QUANTIZED > 0:
+        size *= block_size
     offsets = row[:, None] * (F.HALVES * F.BLOCK_D) + tl.arange(0, F.BLOCK_D)[None]
     tl.store(keys + offsets, high, mask=(c < C)[:, None])
     if F.HALVES == 2:
@@ -229,6 +236,8 @@ def nsa_topk_logits(
     for g in tl.range(0, F.G, num_stages=F.NUM_STAGES_Q):
         rows = b * q.b + token.to(tl.int64) * q.n + (r * F.G + g) * q.h
         q_sum += steps.load_rows(q.ptr, rows, F.D, F.BLOCK_D, ranked).to(tl.float32)
+    if F.QUANTIZED:
+        q_sum, _ = steps.quantize(q_sum, 1)
     q_high, q_low, _ = steps.two_halves(q_sum)
 
     N = W if F.LARGEST else C
@@ -416,7 +425,8 @@ def plan(
     importance, interpolated = config.importance, config.interpolated_importance_score
     tile = launch.topk_tile(importance, D, G, n, dtype, interpolated, num_ranked)
     probs, is_max, block_d = importance == "probs", importance == "max", launch.padded(D)
-    halves = 1 if is_max and dtype != torch.float32 else 2
+    is_quantized = config.ranking_bits == 8
+    halves = 1 if is_quantized or (is_max and dtype != torch.float32) else 2
     rows = next_power_of_2(G) if probs else 1
     grid, flipped = launch.grid(cdiv(cdiv(T + stride - 1, stride), tile.block_m // rows), B * ranks)
     settings = Settings(
@@ -429,18 +439,22 @@ def plan(
         # query heads that a tile loads at once
         NUM_STAGES_Q=4 if tile.block_m * block_d * dtype.itemsize <= 1 << 14 else 1,
         WARPS=tile.num_warps, WIDE=probs and launch.has_wide_offsets(ck),
-        CAP=config.soft_cap is not None, GROUPS=groups, GROUP=GROUP,
+        CAP=config.soft_cap is not None, GROUPS=groups, GROUP=GROUP, QUANTIZED=is_quantized,
     )  # fmt: skip
     options = dict(F=settings, num_warps=tile.num_warps, num_stages=tile.num_stages)
     # of "max" the keys are those of windows, and only the sign of the scale matters
     C, unit, scale = num_ranked, s, config.scale_of(D)
     if is_max:
         C, unit, scale = ck.shape[1], d, float((scale > 0) - (scale < 0))
-    keys_grid, flipped = launch.grid(cdiv(C, BLOCK_C), B * K, 2 if interpolated else 1)
+    per_block = max(1, s // d)
+    block_c = max(BLOCK_C, per_block) if is_quantized else BLOCK_C
+    keys_grid, flipped = launch.grid(cdiv(C, block_c), B * K, 2 if interpolated else 1)
     key_settings = KeySettings(
-        D, block_d, halves, flipped, BLOCK_C, next_power_of_2(s), d, unit, interpolated
-    )
-    return Plan(grid, options), Plan(keys_grid, dict(C=C, scale=scale, F=key_settings))
+        D, block_d, halves, flipped, block_c, next_power_of_2(s), d, unit, interpolated,
+        per_block if is_quantized else 0,
+    )  # fmt: skip
+    key_options = dict(C=C, scale=scale, F=key_settings, num_warps=4 if block_c < 64 else 8)
+    return Plan(grid, options), Plan(keys_grid, key_options)
 
 
 def select_blocks(

@@ -88,8 +88,12 @@ def why_not(
         reasons.append(f"selection_block_size is {s}, at most {MAX_BLOCK}")
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
+    windows = blocks.windows_per_block(config.d, s)
+    by_blocks = op == "decode_attention" or config.ranking_bits == 8
+    if config.importance == "max" and by_blocks and windows & (windows - 1):
+        reasons.append(f"a block has {windows} windows, needs a power of two")
     if op == "decode_attention":
-        branches, windows = config.branches, blocks.windows_per_block(config.d, s)
+        branches = config.branches
         if branches not in (BRANCHES, ("selected",)):
             reasons.append(f"branches={branches}, its kernels compute all or the selected one")
         if branches != BRANCHES and config.importance == "probs":
@@ -102,8 +106,6 @@ def why_not(
                     f"selection_stride={stride}: they need a power of two of at least 4, which "
                     f"windows divide, at most {MAX_BLOCK} windows in a group, and stride 1"
                 )
-        if config.importance == "max" and windows & (windows - 1):
-            reasons.append(f"a block has {windows} windows, needs a power of two")
         if config.dense_length:
             reasons.append(
                 f"dense_length={config.dense_length}: some tokens may attend to all keys"

@@ -111,6 +111,7 @@ STAGES = dict(importance="max", selection_block_size=4, num_local_blocks=4, N=12
 TOKENS = dict(importance="max", compress_block_size=1, compress_block_sliding_stride=1)
 CASES = {
     "plain": {},
+    "8 bits": dict(ONE, **TOKENS, ranking_bits=8, query_heads_share_selected_kv=False, scale=-0.3),
     "probs": dict(T=1, importance="probs", query_heads_share_selected_kv=False),
     "interpolated, one head": dict(interpolated_importance_score=True, heads=(1, 1, 16, 16)),
     "own rankings": dict(query_heads_share_selected_kv=False, T=1, lengths=(0, 3)),

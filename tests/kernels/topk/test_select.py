@@ -90,6 +90,29 @@ LARGEST = [
 ]
 
 
+INTEGERS = [
+    (128, sizes(1, 1, 64), dict(num_selected_blocks=16)),
+    (64, sizes(1, 1, 32), dict(num_selected_blocks=5, selection_stride=4)),
+    (128, sizes(4, 4, 128), dict(num_local_blocks=3, scale=-0.1)),
+    (32, sizes(1, 1, 128), dict(num_selected_blocks=8, query_heads_share_selected_kv=False)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["sm90", "portable"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("D, size, settings", INTEGERS)
+def test_integers_of_8_bits(D, size, settings, dtype, form):
+    """To the bit the specification."""
+    call = SETTINGS | size | settings | dict(importance="max", ranking_bits=8)
+    for T, S, B, H, K in ((1300, 1300, 3, 16, 8), (200, 1100, 2, 4, 2), (40, 520, 1, 2, 2)):
+        q, ck, _ = draw(T, S, H, K, D, d=size["compress_block_sliding_stride"], dtype=dtype, B=B)
+        call |= dict(seq_len=S, q_offset=S - T)
+        right = select_blocks(q, ck, **call, backend="eager")
+        with launch.using({"largest_sm90": form == "sm90"}):
+            assert torch.equal(select_blocks(q, ck, **call, backend="triton"), right)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("D, size, settings", LARGEST)
