@@ -1,13 +1,16 @@
 """Run by torchrun: a model distributed over a mesh learns as on one process."""
 
 import os
+import signal
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -163,8 +166,19 @@ def check_own_model() -> None:
             torch.testing.assert_close(whole(q.grad), p.grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def check_checkpoint(folder: str) -> None:
-    """Saved by two data-parallel ranks, resumed by two tensor-parallel ranks and by one process."""
+class KilledWriter(dcp.FileSystemWriter):
+    """Its second process dies once its tensors are written, before it can say so."""
+
+    def write_data(self, *args):
+        written = super().write_data(*args)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+
+def check_checkpoint(folder: Path, is_restart: bool) -> None:
+    """Saved by two data-parallel ranks while they learn on, resumed by two tensor-parallel ranks
+    and by one process. A rank is killed in the second save, and torchrun restarts both."""
 
     def state(model, optimizer):
         weights, moments = get_state_dict(model, optimizer)
@@ -175,18 +189,34 @@ def check_checkpoint(folder: str) -> None:
         rows = distribute(model, sizes) if sizes else batch()
         return model, make_optimizer(model), rows
 
-    model, optimizer, rows = start({"dp": 2})
-    steps(model, optimizer, *rows)
-    dcp.save(state(model, optimizer), checkpoint_id=folder)
-    expected = steps(model, optimizer, *rows)
+    if not is_restart:
+        model, optimizer, rows = start({"dp": 2})
+        group = dist.new_group()  # the model's own collectives go on meanwhile
+        for step, writer in enumerate((dcp.FileSystemWriter, KilledWriter)):
+            steps(model, optimizer, *rows)
+            target = dict(storage_writer=writer(folder / str(step)), process_group=group)
+            saving = dcp.async_save(state(model, optimizer), **target)
+            steps(model, optimizer, *rows)
+            saving.result()
+
+    complete = [path.parent.name for path in folder.glob("*/.metadata")]
+    assert complete == ["0"] and list(folder.glob("1/*.distcp"))
+    try:
+        dcp.load({}, checkpoint_id=folder / "1")
+        raise AssertionError("a checkpoint without .metadata is refused")
+    except CheckpointException:
+        pass
+    plain, optimizer, rows = start({})
+    steps(plain, optimizer, *rows)
+    expected = steps(plain, optimizer, *rows)
     for sizes in ({"tp": 2}, {}):
         resumed, optimizer, rows = start(sizes)
         loaded = state(resumed, optimizer)
-        dcp.load(loaded, checkpoint_id=folder, no_dist=not sizes)
+        dcp.load(loaded, checkpoint_id=folder / "0", no_dist=not sizes)
         weights, moments = loaded["model"], loaded["optimizer"]
         set_state_dict(resumed, optimizer, model_state_dict=weights, optim_state_dict=moments)
         torch.testing.assert_close(steps(resumed, optimizer, *rows), expected)
-        check_weights(resumed, model)
+        check_weights(resumed, plain)
     print("a checkpoint resumes on other meshes", flush=True)
 
 
@@ -232,6 +262,8 @@ if __name__ == "__main__":
     segment_ids = torch.arange(128).gt(torch.tensor([[20], [51], [64], [99]])).int()
     packed = dict(segment_ids=segment_ids)
     if dist.get_world_size() == 2:
+        restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        check_checkpoint(Path(sys.argv[1]), is_restart=restarts > 0)
         for name in ("dp", "tp", "cp"):
             check({name: 2}, ONE_SOFTMAX, dict(share_ranking=[0]))
             check({name: 2}, PAPER | EXTRAS)
@@ -243,7 +275,6 @@ if __name__ == "__main__":
             check_decoding(settings)
         check_decoding(INDEX, batch=2, max_length=128, page_size=16, num_pages=20)
         check_own_model()
-        check_checkpoint(sys.argv[1])
         check_refused(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     else:
         for sizes in (dict(dp=2, tp=2), dict(cp=2, tp=2), dict(dp=2, cp=2)):
