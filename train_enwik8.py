@@ -125,6 +125,7 @@ try:
     from training.runs import (
         METRICS,
         append,
+        begun_run,
         check_name,
         model_arguments,
         open_folder,
@@ -174,6 +175,10 @@ def train(given: Namespace, held: ExitStack, progress: dict[str, int]) -> int:
     step that it is at."""
     # settings
     config: dict[str, Any] = {}
+    if "resume" not in given and (begun := ranks.from_first(lambda: begun_run(given.out_dir))):
+        settings = SETTINGS.keys() - {"device"}  # the run has them
+        options = {name: value for name, value in vars(given).items() if name not in settings}
+        given = Namespace(**options, resume=begun)
     if "resume" in given:
         cfg, config = resume_settings(given, SETTINGS, held if ranks.is_first() else None)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import socket
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -58,10 +59,37 @@ def start(given: Namespace) -> None:
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         given.device = f"cuda:{os.environ['LOCAL_RANK']}"
-    timeout = datetime.timedelta(seconds=getattr(given, "timeout", TIMEOUT))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+    store = None
+    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shares_store and os.environ["GROUP_WORLD_SIZE"] == "1":
+        # torchrun's own store outlives a restart, with the addresses of processes that have ended
+        agent = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], dist.TCPStore(*agent))
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store, rank=int(os.environ["RANK"]), world_size=world, timeout=patience(given),
+    )  # fmt: skip
     if not is_first():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def patience(given: Namespace) -> datetime.timedelta:
+    return datetime.timedelta(seconds=getattr(given, "timeout", TIMEOUT))
+
+
+def launch() -> str:
+    """Names the torchrun that started this process, also after a restart; "" without one."""
+    if (name := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
+        return ""
+    return f"torchrun {name} as process {os.getppid()} on {socket.gethostname()}"
+
+
+def from_first(call: Callable[[], Any]) -> Any:
+    """What `call` returns in the first process, which alone runs it."""
+    result = [call() if is_first() else None]
+    if is_parallel():
+        dist.broadcast_object_list(result)
+    return result[0]
 
 
 def check_same(given: Namespace, cfg: Namespace) -> None:

@@ -346,6 +346,15 @@ def append(path: Path, line: str) -> None:
 # writing: directories
 
 
+def begun_run(folder: Path) -> Path | None:
+    """The run in `folder` that this launch of torchrun began before a restart; None of others."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return None
+    lines = f"\n{ranks.launch()}\n"
+    locks = [path for path in folder.glob(f"*/{LOCK}") if path.read_text().endswith(lines)]
+    return next((path.parent for path in locks if (path.parent / CONFIG).exists()), None)
+
+
 def check_name(folder: Path, name: str) -> None:
     if name in ("", ".", "..") or Path(name).name != name or not name.isprintable():
         raise UserError(f"--name {name!r} is not a plain directory name")
@@ -408,7 +417,7 @@ def locked(run: Path) -> Iterator[Path]:
 
 def claim(run: Path) -> None:
     """What a locked run begins to be written with: who writes, and no halves of files."""
-    (run / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    (run / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n{ranks.launch()}\n")
     for part in run.glob("*.tmp"):
         part.unlink()
 

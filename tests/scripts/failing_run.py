@@ -1,24 +1,38 @@
-"""Run by torchrun: train_enwik8.py with a rank 1 that is given another setting, or that raises."""
+"""Run by torchrun: train_enwik8.py with a rank 1 that fails, in the ways of a list such as
+"kill,raise": each start of the processes in the next one."""
 
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import train_enwik8 as script
 
+
+def fail(kind: str) -> None:
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "raise":
+        raise RuntimeError("the fan has stopped")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as torchrun ends a process that hangs
+    time.sleep(600)
+
+
 if __name__ == "__main__":
-    kind, *arguments = sys.argv[1:]
+    kinds, *arguments = sys.argv[1:]
+    kind = dict(enumerate(kinds.split(","))).get(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     is_odd = os.environ["RANK"] == "1"
     if kind == "mismatch" and is_odd:
         arguments += ["--lr", "0.5"]
-    elif kind == "raise" and is_odd:
+    elif kind is not None and is_odd:
         usual = script.learning_rate
 
         def learning_rate(cfg, step):
             if step == 5:
-                raise RuntimeError("the fan has stopped")
+                fail(kind)
             return usual(cfg, step)
 
         script.learning_rate = learning_rate

@@ -1,5 +1,6 @@
 """train_enwik8.py in several processes, started by torchrun."""
 
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -22,13 +23,23 @@ PLAN = [
     *TINY, *("--heads", 4, "--kv-heads", 2, "--batch-size", 4, "--warmup", 10),
     *("--eval-every", 3, "--save-every", 3, "--sample-every", 0),
 ]  # fmt: skip
+FAILING = ROOT / "tests/scripts/failing_run.py"
 
 
-def torchrun(processes, cwd, *args, script=ROOT / "train_enwik8.py"):
+def torchrun(processes, cwd, *args, script=ROOT / "train_enwik8.py", restarts=0):
+    if not ranks.dist.is_available():
+        pytest.skip("this torch has no torch.distributed")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", script, *args]
+    command += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}", script, *args]
     pipes = dict(capture_output=True, text=True, timeout=240)
     return subprocess.run([*map(str, command)], cwd=cwd, **pipes)
+
+
+def check_metrics(run, alone):
+    """They are those of one process."""
+    for one, many in zip(metrics(alone), metrics(run), strict=True):
+        for name in one.keys() & {"step", "loss", "grad_norm", "val_bpb", "test_bpb"}:
+            assert many[name] == pytest.approx(one[name], rel=1e-4), (one["step"], name)
 
 
 def test_they_learn_as_one(text, tmp_path):  # noqa: F811
@@ -50,21 +61,17 @@ def test_they_learn_as_one(text, tmp_path):  # noqa: F811
     finished(in_process(tmp_path, "--resume", run, "--steps", 7))
 
 
-def test_a_rank_that_fails(text, tmp_path):  # noqa: F811
-    """All processes end, and the run goes on from its last checkpoint."""
-    if not ranks.dist.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    data = ["--data", text, *PLAN, "--name", "run", "--steps", 6, "--timeout", 60]
-    failing = dict(script=ROOT / "tests/scripts/failing_run.py")
-    done = torchrun(2, tmp_path, "mismatch", *data, **failing)
-    assert done.returncode != 0 and not list(tmp_path.iterdir())
+def test_torchrun_restarts(text, tmp_path):  # noqa: F811
+    """Processes that refuse their options have begun no run, and do not go on with an older one.
+    Later ones go on with theirs."""
+    plan = ["--data", text, *PLAN, "--steps", 6, "--attention", "auto"]
+    finished(in_process(tmp_path, *plan, "--name", "older"))
+    done = torchrun(2, tmp_path, "mismatch,kill,raise", *plan, script=FAILING, restarts=3)
+    finished(done)
     assert "--lr is 0.5 in rank 1 and 0.002 in rank 0: start all" in done.stderr
-    done = torchrun(2, tmp_path, "raise", *data, **failing)
-    assert done.returncode != 0
     assert "rank 1 failed at step 5: RuntimeError: the fan has stopped" in done.stderr
-    run = tmp_path / "runs/run"
-    assert not list(run.glob("*.tmp")) and (run / "step-00000003.json").exists()
-    finished(in_process(tmp_path, "--resume", run, "--steps", 4))
+    assert re.findall(r": step (\d) of 6", done.stdout) == ["0", "3", "3"]
+    check_metrics(tmp_path / "runs/squares-sparse-1", tmp_path / "runs/older")
 
 
 def test_what_is_refused(tmp_path, monkeypatch):
