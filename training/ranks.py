@@ -125,7 +125,7 @@ def named_failures(progress: Mapping[str, int]) -> Iterator[None]:
 def parallel(model: Transformer, given: Namespace, cfg: Namespace) -> Callable[..., Tensor]:
     """Distribute a model. The function that it returns maps a whole batch ids [b, n + 1], the same
     in every process, to the mean loss of the tokens that this process reads of it."""
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
 
     from native_sparse_attention.distributed import context_parallel_shard, parallelize
 
@@ -139,7 +139,14 @@ def parallel(model: Transformer, given: Namespace, cfg: Namespace) -> Callable[.
     if cp > 1 and cfg.seq_len % step:
         raise UserError(f"--seq-len {cfg.seq_len} must be a multiple of {step} with --cp {cp}")
     device = torch.device(cfg.device).type
-    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=DIMENSIONS)
+    all_ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
+    groups = [  # init_device_mesh makes groups that wait 30 minutes over gloo
+        dist.new_subgroups_by_enumeration(
+            all_ranks.movedim(dim, -1).flatten(0, -2).tolist(), timeout=patience(given)
+        )[0]
+        for dim in range(len(DIMENSIONS))
+    ]
+    mesh = DeviceMesh.from_group(groups, device, all_ranks, mesh_dim_names=DIMENSIONS)
     compile = cfg.compile == "on" or (cfg.compile == "auto" and device == "cuda")
     try:
         parallelize(model, mesh, compile=compile)
