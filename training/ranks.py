@@ -124,17 +124,16 @@ def named_failures(progress: Mapping[str, int]) -> Iterator[None]:
 
 def parallel(model: Transformer, given: Namespace, cfg: Namespace) -> Callable[..., Tensor]:
     """Distribute a model. The function that it returns maps a whole batch ids [b, n + 1], the same
-    in every process, to the mean loss of the tokens that this process reads of it."""
+    in every process, to this process' loss of it: their mean is that over the predictions."""
     from torch.distributed.device_mesh import DeviceMesh
 
     from native_sparse_attention.distributed import context_parallel_shard, parallelize
+    from native_sparse_attention.transformer import NO_LABEL
 
     sizes = {name: getattr(given, name, 1) for name in DIMENSIONS}
     dp, cp = sizes["dp"], sizes["cp"]
     if cfg.batch_size % dp:
         raise UserError(f"--batch-size {cfg.batch_size} must be a multiple of --dp {dp}")
-    if cfg.pack:
-        raise UserError("--pack needs one process")
     step = 2 * cp * math.lcm(cfg.compress_block_sliding_stride, cfg.selection_stride)
     if cp > 1 and cfg.seq_len % step:
         raise UserError(f"--seq-len {cfg.seq_len} must be a multiple of {step} with --cp {cp}")
@@ -147,16 +146,27 @@ def parallel(model: Transformer, given: Namespace, cfg: Namespace) -> Callable[.
         for dim in range(len(DIMENSIONS))
     ]
     mesh = DeviceMesh.from_group(groups, device, all_ranks, mesh_dim_names=DIMENSIONS)
-    compile = cfg.compile == "on" or (cfg.compile == "auto" and device == "cuda")
+    compile = cfg.compile == "on" or (cfg.compile == "auto" and device == "cuda" and not cfg.pack)
     try:
         parallelize(model, mesh, compile=compile)
     except ValueError as error:
         raise UserError(str(error)) from None
+    dp_rank = mesh["dp"].get_local_rank()
 
-    def forward(ids: Tensor, return_loss: bool = True) -> Tensor:
-        rows = ids.chunk(dp)[mesh["dp"].get_local_rank()]
-        ids, labels = context_parallel_shard(mesh["cp"], [rows[:, :-1], rows[:, 1:]], [1, 1])
-        return F.cross_entropy(model(ids).flatten(0, 1).float(), labels.flatten())
+    def forward(
+        ids: Tensor, return_loss: bool = True, segment_ids: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        labels, documents = ids[:, 1:], {}
+        if segment_ids is not None:
+            begins = segment_ids[:, 1:] != segment_ids[:, :-1]
+            labels = labels.masked_fill(begins.to(ids.device), NO_LABEL)
+            documents["segment_ids"] = segment_ids[:, :-1].chunk(dp)[dp_rank]
+        rows = [x.chunk(dp)[dp_rank] for x in (ids[:, :-1], labels)]
+        ids, targets = context_parallel_shard(mesh["cp"], rows, [1, 1])
+        logits = model(ids, **documents).flatten(0, 1).float()
+        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=NO_LABEL, reduction="sum")
+        # over the predictions of all processes, for the mean of whose losses FSDP learns
+        return loss * dp * cp / (labels != NO_LABEL).sum().clamp(min=1)
 
     return forward
 

@@ -43,9 +43,10 @@ def check_metrics(run, alone):
 
 
 def test_a_rank_that_hangs(text, tmp_path):  # noqa: F811
-    """The others end after --timeout. Other processes, or one, go on and learn as one."""
+    """The others end after --timeout. Other processes, or one, go on and learn as one, from packed
+    documents too."""
     mesh = ["--cp", 2, "--tp", 2, "--timeout", 10]
-    plan = ["--data", text, *PLAN, "--steps", 6]
+    plan = ["--data", text, *PLAN, "--steps", 6, "--pack", 7]
     done = torchrun(4, tmp_path, "hang", *plan, *mesh, "--name", "run", script=FAILING)
     assert done.returncode != 0
     assert re.search(r"rank [023] failed at step 5: RuntimeError: .*Timed out wait", done.stderr)
@@ -81,10 +82,9 @@ def test_what_is_refused(tmp_path, monkeypatch):
     assert "mpirun are not supported" in message()
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "--view needs one process, got 2" in message("--view")
-    sizes = dict(compress_block_sliding_stride=4, selection_stride=1, seq_len=36, pack="")
+    sizes = dict(compress_block_sliding_stride=4, selection_stride=1, seq_len=36)
     for words, mesh, changes in (
         ("--batch-size 3 must be a multiple of --dp 2", dict(dp=2), dict(batch_size=3)),
-        ("--pack needs one process", dict(dp=2), dict(pack="<page>")),
         ("--seq-len 36 must be a multiple of 16 with --cp 2", dict(cp=2), {}),
     ):
         cfg = Namespace(**dict(batch_size=2) | sizes | changes)
