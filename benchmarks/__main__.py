@@ -21,15 +21,13 @@ from . import (
     distributed,
     generation,
     learning,
-    masks,
-    memory,
     pretrained,
     recall,
 )
 
-DIRECT = (attention, masks, memory, decode, clock, generation)
+DIRECT = (attention, decode, clock, generation)
 BY_HAND = (distillation, distributed, learning, pretrained, recall)
-OPTIONS = {attention: ["--parts", "--agreement", "4"]}
+OPTIONS = {attention: ["--parts"]}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,77 +1,82 @@
-"""Whether this checkout is slower than another one: both trees, in turns, on one GPU.
+"""Whether this checkout is slower than another one: a benchmark with both packages, in turns.
 
-    python -m benchmarks.against PATH                       append rows to results/against.jsonl
-    python -m benchmarks.against PATH --groups layers host  some of the groups of one_tree.py
-    python -m benchmarks.against PATH --quick               tiny sizes, nothing recorded
+    python -m benchmarks.against PATH clock --subjects 'layer, 32/8' --modes eager graph
+    python -m benchmarks.against PATH attention --lengths 8192 65536 --heads 32/8 --strides 1
+    python -m benchmarks.against --quick PATH decode       tiny sizes, nothing recorded
 
-PATH is a checkout of an earlier commit (`git worktree add PATH COMMIT`). Each group of cases runs
-in a process of its own for each tree, in turns, `--rounds` times; of a case the fastest median
-counts.
-Times are the GPU's work, in ms, bf16, but for "host" (time until the call returns), "decode, layer"
-and "llama, step" (wall time), and first calls (wall time of one call, an empty Triton cache).
-The dense twin is the same code in both trees: its ratio is the noise of the run. Outputs are not
-compared, the tests do that. A case that fails leaves a row that says why.
+PATH is a checkout of an earlier commit (`git worktree add PATH COMMIT`). A benchmark and its
+options follow. The benchmark is that of this checkout; it runs with the package of each tree in a
+process of its own, in turns, `--rounds` times, and checks outputs as always. Of a case the least
+time counts. Dense attention is the same code in both trees: its ratio is the noise of the run. A
+case that fails leaves a row that says why, also where the other package lacks a name that the
+benchmark uses; `clock` uses the fewest.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import importlib
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from . import common
 from .common import Row
-from .one_tree import GROUPS
 
-CHILD = Path(__file__).with_name("one_tree.py")
+BENCHMARKS = ("attention", "clock", "decode", "generation")
+PACKAGE = "native_sparse_attention"
+# what benchmarks need besides it
+OTHERS = ("benchmarks", "training", "train_enwik8.py")
+# fields of their rows
+PASSES = ("both passes", "forward", "training step", "prefill")
+HOST = tuple(f"{name}, host" for name in PASSES)
+TIMES = ("p50_ms", "p50_us", "prefill_ms", "dynamic_ms", "static_ms", *PASSES, *HOST)
 # slower than the other tree, by more than a run's noise
 MARKED = 1.03
-# each with caches of its own, once
-FIRST = ("first_call", "first_compile")
 
 
-def times_of(
-    tree: Path, group: str, device: torch.device, seconds: float, quick: bool
-) -> dict[str, Row]:
-    """The rows of a group's cases, by the package of a tree."""
-    command = [sys.executable, str(CHILD), str(tree), group, str(device), str(seconds)]
-    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), *others])}
-    with tempfile.TemporaryDirectory() as folder:
-        if group in FIRST:
-            env |= {"TRITON_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
-        done = subprocess.run(
-            [*command, *(["quick"] if quick else [])],
-            capture_output=True, text=True, env=env, cwd=tree,
-        )  # fmt: skip
-    if done.returncode:
+def times_of(tree: Path, args: argparse.Namespace) -> dict[str, Row]:
+    """By case the times of the benchmark with the package of a tree, in ms."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)  # where the process starts, and imports from first
+        for part in OTHERS:
+            (folder / part).symlink_to(common.ROOT / part)
+        (folder / PACKAGE).symlink_to(tree / PACKAGE)
+        out = folder / "rows.jsonl"
+        command = [sys.executable, "-m", f"benchmarks.{args.benchmark}", "--out", str(out)]
+        command += ["--device", str(args.device), *(["--quick"] if args.quick else [])]
+        done = subprocess.run([*command, *args.options], capture_output=True, text=True, cwd=folder)
+        rows = common.read_rows(out)
+    if not rows:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {f"all of {group}": {"failed": last[:300]}}
-    rows: dict[str, Row] = json.loads(done.stdout.splitlines()[-1])
-    return rows
+        return {f"all of {args.benchmark}": {"failed": last[:300]}}
+    fields = importlib.import_module(f"benchmarks.{args.benchmark}").BENCHMARK.fields
+    found: dict[str, Row] = {}
+    for row in rows:
+        case = ", ".join(f"{row[field]}" for field in fields if row.get(field) is not None)
+        if "failed" in row:
+            found[case] = {"failed": row["failed"]}
+        for name in (name for name in TIMES if name in row):
+            ms = row[name] / 1e3 if name.endswith("_us") else row[name]
+            found[f"{case}: {name.partition('_')[0]}"] = {"ms": ms}
+    return found
 
 
-def compare(group: str, args: argparse.Namespace) -> list[Row]:
+def compare(args: argparse.Namespace) -> list[Row]:
     best: dict[str, dict[str, Row]] = {"this": {}, "other": {}}
     trees = {"this": common.ROOT, "other": args.path.resolve()}
-    for _ in range(1 if group in FIRST else args.rounds):
+    for _ in range(args.rounds):
         for name, tree in trees.items():
-            rows_of_tree = times_of(tree, group, args.device, args.seconds, args.quick)
-            for case, row in rows_of_tree.items():
+            for case, row in times_of(tree, args).items():
                 known = best[name].setdefault(case, row)
                 if "failed" in row or ("ms" in known and row["ms"] < known["ms"]):
                     best[name][case] = row  # a failure is told in any case
     rows: list[Row] = []
     for case in dict.fromkeys([*best["this"], *best["other"]]):
         this, that = (best[name].get(case, {"failed": "not reached"}) for name in trees)
-        both: Row = {"case": case}
+        both: Row = {"benchmark": args.benchmark, "case": case}
         both |= {"ms": this["ms"]} if "ms" in this else {"failed": this["failed"]}
         both |= {"other_ms": that["ms"]} if "ms" in that else {"other_failed": that["failed"]}
         if "ms" in both and "other_ms" in both:
@@ -104,26 +109,23 @@ def table(rows: Sequence[Row]) -> str:
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="the other checkout")
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
-    parser.add_argument("--rounds", type=int, default=2, help="processes of each tree and group")
+    parser.add_argument("benchmark", choices=BENCHMARKS)
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="of the benchmark")
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each tree")
 
 
 def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
-    if not (args.path / "native_sparse_attention").is_dir():
+    if not (args.path / PACKAGE).is_dir():
         raise ValueError(f"path must be a checkout of this library, got {args.path}")
     head = common.output_of("git", "-C", str(args.path), "rev-parse", "--short=10", "HEAD")
-    known = {"other_commit": head or args.path.name}
-    for group in args.groups:
-        timed = compare(group, args)
-        for row in timed:
-            recorder.add({**row, **known})
-        # a run may be cut short: what is known is shown at once
-        print(table(recorder.rows[-len(timed) :]), flush=True)
+    for row in compare(args):
+        recorder.add({**row, "other_commit": head or args.path.name})
+    print(table(recorder.rows))
 
 
 BENCHMARK = common.Benchmark(
-    "against", __doc__, options, run, ("case",), plot=lambda rows: print(table(rows)),
-    required=lambda row: False, seconds=0.5,
+    "against", __doc__, options, run, ("benchmark", "case"), plot=lambda rows: print(table(rows)),
+    required=lambda row: False,
 )  # fmt: skip
 main = BENCHMARK.main
 

@@ -1,7 +1,7 @@
 """Native sparse attention against dense attention and against what others published.
 
     python -m benchmarks.attention                   everything; better a length or two at a time:
-    python -m benchmarks.attention --lengths 8192 --heads 64/4 --strides 1 4 --parts --agreement 4
+    python -m benchmarks.attention --lengths 8192 --heads 64/4 --strides 1 4 --parts
     python -m benchmarks.attention --table           redraw results/performance.md from the rows
     python -m benchmarks.attention --quick           few sizes; on a CPU tiny ones, in seconds
 
@@ -34,7 +34,7 @@ from torch import Tensor
 from . import common, oracle, problem
 from .common import PASSES, Row, both
 from .problem import Setting, Tensors
-from .providers import OursSelected, Provider, providers
+from .providers import Provider, providers
 
 PAGE = common.RESULTS / "performance.md"
 PLOT = common.ROOT / "docs" / "images" / "attention.png"
@@ -175,16 +175,14 @@ def ratios(row: Row, times: dict[Any, float]) -> Row:
     if "p50_ms" not in row:
         return {}
     at, ms = tuple(row[name] for name in ("T", "H", "K", "pass")), row["p50_ms"]
-    times.setdefault((*at, row["provider"], row["part"], row.get("alike")), ms)
+    times.setdefault((*at, row["provider"], row["part"]), ms)
 
-    def base(provider: str, part: str, alike: int | None = None) -> float | None:
-        return times.get((*at, provider, part, alike))
+    def base(provider: str, part: str) -> float | None:
+        return times.get((*at, provider, part))
 
     found: Row = {}
     if row["part"] == "whole" and (dense := base(BASELINE, "whole")):
         found["speedup_over_cudnn"] = round(dense / ms, 3)
-    if row.get("alike", 1) > 1 and (independent := base("ours", "selected", 1)):
-        found["speedup_over_independent"] = round(independent / ms, 3)
     if not is_ours(row) and (ours := base("ours", row["part"])):
         found["times_ours"] = round(ms / ours, 3)
     return found
@@ -269,7 +267,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--strides", type=int, nargs="+", default=[1, 4, 16], help="selection_stride of ours")
     add("--providers", nargs="*", choices=names, help="all by default")
     add("--parts", action="store_true", help="the branches and the selection, each alone")
-    add("--agreement", type=int, metavar="R", help="random selections, independent and R alike")
 
 
 def providers_of(args: argparse.Namespace) -> list[Provider]:
@@ -279,10 +276,7 @@ def providers_of(args: argparse.Namespace) -> list[Provider]:
         left_out = ("parts", "dense-sdpa") if args.device.type == "cuda" else ("parts",)
         names = [name for name in known if name not in left_out]
     names = [*names, "parts"] if args.parts else names
-    chosen = [provider for name in known if name in names for provider in known[name]]
-    if args.agreement:
-        chosen += [OursSelected(alike) for alike in (1, args.agreement)]
-    return chosen
+    return [provider for name in known if name in names for provider in known[name]]
 
 
 def settings_of(args: argparse.Namespace) -> list[Setting]:
@@ -320,7 +314,7 @@ def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
 
 BENCHMARK = common.Benchmark(
     "attention", __doc__, options, run, ("provider", "part", "T", "H", "K", "selection_stride",
-    "alike", "pass"), TABLES, plot, required=is_ours, seconds=0.3,
+    "pass"), TABLES, plot, required=is_ours, seconds=0.3,
 )  # fmt: skip
 main = BENCHMARK.main
 

@@ -28,14 +28,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from native_sparse_attention import decode_attention
-from native_sparse_attention.blocks import GROUP
 
 from . import attention, common, oracle, problem
 from .attention import BASELINE, CHECK_LENGTH, PAGE
 from .attention import PLOT as PLOT_OF_ATTENTION
 from .common import Row, WrongResult, number
 from .oracle import Branch
-from .problem import Setting, Tensors
+from .problem import GROUP, Setting, Tensors
 from .providers import ONE_SOFTMAX, Form, our_branches
 
 STORED = ("k", "v", "ck", "cv")

@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from native_sparse_attention.blocks import GROUP
-
 from .common import WrongResult
-from .problem import Setting, Tensors
+from .problem import GROUP, Setting, Tensors
 
 __all__ = ["Branch", "WrongResult"]
 
@@ -41,7 +39,6 @@ class Branch:
     count:  i -> how many it sees; of the selected branch, where all slots are full.
     gate:   column of branch_gates that multiplies the output; None for 1.
     pool:   keys and values are the means of so many tokens.
-    score:  logits [r g j], heads [g 1], i [r 1 1], j [j] -> what becomes of the logits.
     """
 
     keys: str
@@ -50,7 +47,6 @@ class Branch:
     count: Callable[[Tensor], Tensor]
     gate: int | None = None
     pool: int = 1
-    score: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
 
 # the branches there are
@@ -105,9 +101,7 @@ def attend(sim: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.einsum("rgj,je->rge", probs.to(v.dtype), v)
 
 
-def definition(
-    branches: list[Branch], x: Tensors, i: Tensor, indices: Tensor | None, head: int = 0
-) -> Tensor:
+def definition(branches: list[Branch], x: Tensors, i: Tensor, indices: Tensor | None) -> Tensor:
     """The output [r g e] of queries at positions i, one KV head: x has q [r g d], keys and values
     [j d]."""
     outs = []
@@ -116,12 +110,7 @@ def definition(
         if branch.pool > 1:
             keys, values = (t.unflatten(0, (-1, branch.pool)).mean(1) for t in (keys, values))
         j = torch.arange(len(keys), device=i.device)
-        sim = logits(x["q"], keys)
-        if branch.score is not None:
-            group = sim.shape[1]
-            heads = head * group + torch.arange(group, device=i.device)[:, None]
-            sim = branch.score(sim, heads, i[:, None, None], j)
-        out = attend(sim, values, branch.seen(i[:, None], j, indices))
+        out = attend(logits(x["q"], keys), values, branch.seen(i[:, None], j, indices))
         if branch.gate is not None:
             out = out * x["branch_gates"][..., branch.gate, None]
         outs.append(out)
@@ -156,7 +145,7 @@ def compute(
         share = {name: t.detach().to(dtype) for name, t in of_head(x, h, rows).items()}
         leaves = [share[name].requires_grad_() for name in names]
         chosen_blocks = None if indices is None else indices[0, rows, h]
-        out = definition(branches, share, rows, chosen_blocks, h)
+        out = definition(branches, share, rows, chosen_blocks)
         grads = torch.autograd.grad(out, leaves, share["d_out"], materialize_grads=True)
         parts["out"].append(out.detach())
         for name, grad in zip(names, grads, strict=True):

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+# blocks of a group that a first stage of ranking keeps
+GROUP = 4
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Setting:
     local: int = 2
     w: int = 511
     stride: int = 1
-    groups: int = 0  # of 4 blocks, that a first stage of ranking keeps
+    groups: int = 0  # that a first stage of ranking keeps
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -49,8 +51,9 @@ class Setting:
             selection_block_size=self.s,
             num_selected_blocks=self.n,
             selection_stride=self.stride,
-            num_selected_groups=self.groups,
             **self.forced,
+            # which older commits, which `against` times, do not know
+            **({"num_selected_groups": self.groups} if self.groups else {}),
         )
 
     def row(self) -> dict[str, Any]:
@@ -85,28 +88,6 @@ def draw(setting: Setting, names: tuple[str, ...], device: torch.device, seed: i
     x["branch_gates"] = x["branch_gates"].sigmoid()
     x |= {"ck": pooled(x["k"], c.l, c.d), "cv": pooled(x["v"], c.l, c.d)}
     return {name: x[name] for name in names}
-
-
-def random_indices(setting: Setting, alike: int, device: torch.device, seed: int = 0) -> Tensor:
-    """Selections [1 T K n] without scores: n distinct blocks, none of them forced, all before the
-    query's own, the same ones for `alike` neighbours and drawn anew for the next. -1 where there
-    are no more."""
-    c = setting
-    if c.s % alike:
-        raise ValueError(f"alike must divide selection_block_size={c.s}, got {alike}")
-    generator = torch.Generator(device).manual_seed(seed)
-    num_blocks = -(-c.T // c.s)
-    block = torch.arange(num_blocks, device=device)
-    drawn = []
-    for leaders in torch.arange(0, c.T, alike, device=device).split(2048):
-        last = leaders[:, None] // c.s - max(c.local, 1)
-        ranks = torch.rand((len(leaders), c.K, num_blocks), generator=generator, device=device)
-        candidate = ((block >= c.initial) & (block <= last))[:, None]
-        ranks = ranks.masked_fill(~candidate, -1.0)
-        top, index = ranks.topk(min(c.n, num_blocks), dim=-1)
-        drawn.append(F.pad(torch.where(top >= 0, index, -1), (0, c.n - index.shape[-1]), value=-1))
-    indices = torch.cat(drawn).repeat_interleave(alike, 0)[: c.T]
-    return indices[None].int().contiguous()
 
 
 # what is counted

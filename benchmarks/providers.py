@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention import flex_attention as flex
 
 import native_sparse_attention as nsa
-from native_sparse_attention.presets import preset
 
 from . import common, oracle, problem
 from .oracle import Branch
@@ -37,42 +35,22 @@ class Provider:
     importance: str | None = None
     differentiable = True
     strided = False  # whether selection_stride means anything to it
-    backend = "auto"  # of ours
     devices: tuple[str, ...] = ("cpu", "cuda")
-    module = ""  # of a package
     factor = 4.0
     note = ""
 
     def head(self) -> dict[str, Any]:
         """What tells it from others in a row."""
-        alike = getattr(self, "alike", None)
-        found = {"provider": self.name, "part": self.part, "alike": alike, "note": self.note}
-        return {name: value for name, value in found.items() if value not in (None, "")}
+        note = {"note": self.note} if self.note else {}
+        return {"provider": self.name, "part": self.part, **note}
 
     def sized(self, setting: Setting) -> Setting:
         """The setting with the provider's own sizes."""
         return setting
 
-    def unfit(self, setting: Setting) -> str | None:
-        """What of the setting it does not take, wherever it runs."""
-        return None
-
     def why_not(self, setting: Setting, device: torch.device) -> str | None:
         """Why it cannot run here; None where it can be tried."""
-        if device.type not in self.devices:
-            return f"{self.name} needs cuda"
-        return self.unfit(setting) or self.missing()
-
-    def missing(self) -> str | None:
-        """Why its package cannot be imported."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                if self.module:
-                    importlib.import_module(self.module)
-        except Exception as error:
-            return f"{self.module} cannot be imported: {common.why(error)}"
-        return None
+        return None if device.type in self.devices else f"{self.name} needs cuda"
 
     def prepare(self, x: Tensors, setting: Setting) -> None:
         """Put what a call needs besides its inputs into x, or replace inputs. Not timed."""
@@ -106,24 +84,17 @@ def our_branches(setting: Setting) -> list[Branch]:
 
 
 class Ours(Provider):
-    """The whole of `native_sparse_attention` after compression. With `scale` queries are so long
-    that logits cannot be measured from a bound: a maximum is followed."""
+    """The whole of `native_sparse_attention` after compression."""
 
     strided, factor = True, 2.0
     names: tuple[str, ...] = ("q", "k", "v", "ck", "cv", "branch_gates")
 
-    def __init__(self, name: str = "ours", importance: str = "logits", scale: float = 1.0) -> None:
-        self.name, self.importance, self.scale = name, importance, scale
-        self.note = f"q times {scale:g}" if scale != 1 else ""
-
-    def prepare(self, x: Tensors, setting: Setting) -> None:
-        x["q"] = (self.scale * x["q"].detach()).requires_grad_()
+    def __init__(self, name: str = "ours", importance: str = "logits") -> None:
+        self.name, self.importance = name, importance
 
     def run(self, x: Tensors, setting: Setting, **options: Any) -> Any:
         options |= {name: x[name] for name in self.names}
-        options |= dict(
-            sliding_window_size=setting.w, importance=self.importance, backend=self.backend
-        )
+        options |= dict(sliding_window_size=setting.w, importance=self.importance)
         return nsa.native_sparse_attention(**options, **setting.ranking)
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
@@ -140,28 +111,6 @@ class Ours(Provider):
         return super().flops(setting) + problem.scoring_flops(setting, str(self.importance))
 
 
-# of NSAConfig, by the names of a Setting
-BLOCKS = dict(
-    s="selection_block_size",
-    n="num_selected_blocks",
-    initial="num_initial_blocks",
-    local="num_local_blocks",
-)
-WINDOWS = dict(l="compress_block_size", d="compress_block_sliding_stride", w="sliding_window_size")
-SHORT_WINDOWS = "ours-short-windows"
-
-
-class OursShortWindows(Ours):
-    """At the sizes of `NSAConfig.preset("short-windows")`; those of a CPU stay."""
-
-    def sized(self, setting: Setting) -> Setting:
-        sizes = preset("short-windows", setting.T)
-        if setting.n < sizes["num_selected_blocks"]:
-            return setting
-        changes: Any = {short: sizes[name] for short, name in (BLOCKS | WINDOWS).items()}
-        return dataclasses.replace(setting, **changes)
-
-
 @dataclasses.dataclass(frozen=True)
 class Form:
     """One softmax over 1 initial, 8 local and 8 ranked blocks (fewer at the sizes of a CPU).
@@ -169,22 +118,17 @@ class Form:
     windows:  l and d; windows are means of keys
     groups:   that a first stage keeps by windows; their blocks rank by tokens
     index:    ranked by queries of its own, one for each KV head, and by keys of one head
-    preset:   the blocks of `NSAConfig.preset` for the length
     """
 
     importance: str
     windows: tuple[int, int]
     index: bool = False
-    preset: bool = False
     groups: int = 0
 
     def sized(self, setting: Setting) -> Setting:
         (l, d), n = self.windows, min(8, setting.n)
         local = max(4, n // 4 * 4) if self.groups else n
         sizes: dict[str, Any] = dict(s=setting.s, n=n, initial=1, local=local)
-        if self.preset and n == 8:
-            blocks = preset("one-softmax", setting.T)
-            sizes = {short: blocks[name] for short, name in BLOCKS.items()}
         groups = min(self.groups, setting.n)
         return dataclasses.replace(setting, l=l, d=d, w=0, groups=groups, **sizes)
 
@@ -225,7 +169,6 @@ ONE_SOFTMAX: dict[str, Form] = {
     "one-softmax-max": Form("max", (1, 1)),
     "one-softmax-index": Form("max", (32, 16), index=True),
     "one-softmax-stages": Form("max", (16, 16), groups=16),
-    "one-softmax-preset": Form("max", (1, 1), preset=True),
 }
 
 
@@ -233,8 +176,8 @@ class OursCompressed(Provider):
     name, part, names, factor = "ours", "compressed", ("q", "ck", "cv"), 2.0
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
-        options: Any = dict(compress_block_sliding_stride=setting.d, backend=self.backend)
-        return nsa.compressed_attention(*(x[name] for name in self.names), **options)
+        q, ck, cv = (x[name] for name in self.names)
+        return nsa.compressed_attention(q, ck, cv, compress_block_sliding_stride=setting.d)
 
     def branches(self, setting: Setting) -> list[Branch]:
         return [oracle.behind(setting.d)]
@@ -250,8 +193,7 @@ class OursSelect(Provider):
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
         q, ck = x["q"].detach(), x["ck"].detach()
-        options: dict[str, Any] = dict(importance=self.importance, backend=self.backend)
-        return nsa.select_blocks(q, ck, **options, **setting.ranking)
+        return nsa.select_blocks(q, ck, importance=self.importance, **setting.ranking)
 
     def indices(self, x: Tensors, setting: Setting) -> Tensor:
         return self.call(x, setting)
@@ -261,28 +203,17 @@ class OursSelect(Provider):
 
 
 class OursSelected(Provider):
-    """The selected branch for given indices: those of the ranking, or random ones of which `alike`
-    neighbours share each draw."""
+    """The selected branch for the indices of the ranking."""
 
     name, part, strided, factor = "ours", "selected", True, 2.0
 
-    def __init__(self, alike: int | None = None) -> None:
-        self.alike = alike
-        if alike is not None:
-            self.note = f"random indices, {alike} neighbours alike"
-            self.strided = False
-
     def prepare(self, x: Tensors, setting: Setting) -> None:
-        if self.alike is not None:
-            x["indices"] = problem.random_indices(setting, self.alike, x["q"].device)
-            return
         q, ck = x["q"].detach(), problem.pooled(x["k"].detach(), setting.l, setting.d)
         x["indices"] = nsa.select_blocks(q, ck, **setting.ranking)
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
-        options: dict[str, Any] = dict(selection_block_size=setting.s, backend=self.backend)
-        q, k, v, indices = (x[name] for name in (*self.names, "indices"))
-        return nsa.selected_attention(q, k, v, indices, **options, **setting.forced)
+        inputs = (x[name] for name in (*self.names, "indices"))
+        return nsa.selected_attention(*inputs, selection_block_size=setting.s, **setting.forced)
 
     def branches(self, setting: Setting) -> list[Branch]:
         return [oracle.chosen(setting.s, setting.n, setting.initial, setting.local)]
@@ -292,8 +223,8 @@ class OursWindow(Provider):
     name, part, factor = "ours", "window", 2.0
 
     def call(self, x: Tensors, setting: Setting) -> Tensor:
-        options: Any = dict(sliding_window_size=setting.w, backend=self.backend)
-        return nsa.sliding_window_attention(*(x[name] for name in self.names), **options)
+        q, k, v = (x[name] for name in self.names)
+        return nsa.sliding_window_attention(q, k, v, sliding_window_size=setting.w)
 
     def branches(self, setting: Setting) -> list[Branch]:
         return [oracle.window(setting.w)]
@@ -319,36 +250,6 @@ class Dense(Provider):
         return [oracle.window(None)]
 
 
-def compiled() -> Any:
-    return torch.compile(flex.flex_attention, dynamic=False)
-
-
-class Flex(Provider):
-    """flex_attention, compiled: dense, or the sliding window."""
-
-    devices = ("cuda",)  # without it flex_attention has no gradients
-
-    def __init__(self, part: str = "whole") -> None:
-        self.name, self.part = ("flex-dense" if part == "whole" else "flex"), part
-
-    def prepare(self, x: Tensors, setting: Setting) -> None:
-        reach = setting.T if self.part == "whole" else setting.w
-
-        def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return (i >= j) & (i - j <= reach)
-
-        make, self.attend = torch.compile(flex.create_block_mask), compiled()
-        self.mask = make(seen, None, None, setting.T, setting.T, x["q"].device)
-
-    def call(self, x: Tensors, setting: Setting) -> Tensor:
-        q, k, v = (x[name].transpose(1, 2) for name in self.names)
-        out: Tensor = self.attend(q, k, v, block_mask=self.mask, enable_gqa=setting.G > 1)
-        return out.transpose(1, 2)
-
-    def branches(self, setting: Setting) -> list[Branch]:
-        return [oracle.window(None if self.part == "whole" else setting.w)]
-
-
 # published packages
 
 
@@ -360,12 +261,18 @@ class FlashLinearAttention(Provider):
     names = ("q", "k", "v", "branch_gates")
     note = "d = l = s, no window, pooling included"
 
-    def unfit(self, setting: Setting) -> str | None:
+    def why_not(self, setting: Setting, device: torch.device) -> str | None:
         if setting.G < 16 or setting.G & (setting.G - 1):
             return f"fla.ops.nsa takes groups of 16 heads and more, powers of two, not {setting.G}"
         if setting.T % setting.s:
             return f"its definition here wants T to be a multiple of {setting.s}"
-        return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module(self.module)
+        except Exception as error:  # of a package, of any kind
+            return f"{self.module} cannot be imported: {common.why(error)}"
+        return super().why_not(setting, device)
 
     def blocks(self, setting: Setting) -> int:
         return setting.n + setting.initial + setting.local
@@ -395,56 +302,21 @@ class FlashLinearAttention(Provider):
         return [pooled, oracle.chosen(s, blocks - 1, gate=1)]
 
 
-class NsaPytorch(OursSelected):
-    """The Triton kernel of native-sparse-attention-pytorch, the selected branch alone, for the
-    blocks that ours attends to. It computes in fp16."""
-
-    name, factor, strided, devices = "nsa-pytorch", 4.0, False, ("cuda",)
-    module = "native_sparse_attention_pytorch.triton_native_sparse_attention"
-
-    def unfit(self, setting: Setting) -> str | None:
-        fits = 16 % setting.G == 0 and setting.D <= 128
-        return None if fits else "it takes groups that divide 16 and heads up to 128"
-
-    def prepare(self, x: Tensors, setting: Setting) -> None:
-        super().prepare(x, setting)
-        c = setting
-        own = torch.arange(c.T, device=x["q"].device)[:, None] // c.s
-        # its own block it adds itself; local blocks may also be initial ones
-        local = own - torch.arange(1, c.local, device=own.device)
-        local = local.masked_fill(local < c.initial, -1)
-        initial = torch.arange(c.initial, device=own.device).expand(c.T, -1)
-        initial = initial.masked_fill(initial >= own, -1)
-        forced = torch.cat((initial, local), 1)[None, :, None].expand(-1, -1, c.K, -1)
-        blocks = torch.cat((x["indices"].long(), forced), -1).transpose(1, 2).contiguous()
-        x["blocks"], x["block_mask"] = blocks.clamp(min=0), blocks >= 0
-
-    def call(self, x: Tensors, setting: Setting) -> Tensor:
-        q, k, v = (x[name].transpose(1, 2) for name in self.names)
-        attend = importlib.import_module(self.module).native_sparse_attend
-        return attend(q, k, v, setting.s, x["blocks"], x["block_mask"]).transpose(1, 2)
-
-
 def providers() -> dict[str, list[Provider]]:
     """By the name on the command line; those of "parts" are timed with --parts."""
     return {
         "dense-cudnn": [Dense("dense-cudnn", SDPBackend.CUDNN_ATTENTION)],
         "dense-flash": [Dense("dense-flash", SDPBackend.FLASH_ATTENTION)],
         "dense-sdpa": [Dense("dense-sdpa", None)],
-        "flex-dense": [Flex()],
         "ours": [Ours()],
         "ours-probs": [Ours("ours-probs", "probs")],
-        "ours-large": [Ours("ours-large", scale=4.0)],
-        SHORT_WINDOWS: [OursShortWindows(SHORT_WINDOWS)],
         **{name: [OneSoftmax(name, form)] for name, form in ONE_SOFTMAX.items()},
         "fla": [FlashLinearAttention()],
-        "nsa-pytorch": [NsaPytorch()],
         "parts": [
             OursCompressed(),
             OursSelect(),
             OursSelect("ours-probs", "probs"),
             OursSelected(),
             OursWindow(),
-            Flex("window"),
         ],
     }

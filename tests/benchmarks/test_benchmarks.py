@@ -1,19 +1,17 @@
 """What is timed: oracles refuse what is wrong, and counts are right."""
 
 import dataclasses
-import importlib
+from argparse import Namespace
 
 import pytest
 import torch
 
-from benchmarks import against, attention, clock, common, decode, masks, one_tree, oracle, problem
+from benchmarks import against, attention, clock, common, decode, oracle, problem
 from benchmarks.oracle import WrongResult
 from benchmarks.problem import Setting
 from benchmarks.providers import Dense, Ours, OursSelect, OursSelected, OursWindow
 from benchmarks.providers import providers as known_providers
 from native_sparse_attention import native_sparse_attention
-from native_sparse_attention.masks import catalog
-from tests.helpers.budget import DEVICE
 
 pytestmark = pytest.mark.usefixtures("nothing_to_release")
 
@@ -39,7 +37,7 @@ def test_a_wrong_provider_is_not_timed(monkeypatch, capsys):
 
 
 def test_ratios():
-    """Over dense cuDNN, over ours of the same part, over independent neighbours, of the run."""
+    """Over dense cuDNN, over ours of the same part, of the run."""
     times = {}
     case = {"T": 8, "H": 4, "K": 2, "pass": "forward", "part": "whole"}
 
@@ -50,8 +48,6 @@ def test_ratios():
     assert ratios("ours", 4.0) == {"speedup_over_cudnn": 1.5}
     assert ratios("fla", 8.0) == {"speedup_over_cudnn": 0.75, "times_ours": 2.0}
     assert ratios("ours", 1.0, part="window") == {}
-    assert ratios("ours", 4.0, part="selected", alike=1) == {}
-    assert ratios("ours", 2.0, part="selected", alike=4) == {"speedup_over_independent": 2.0}
     assert attention.ratios({"failed": "why"}, times) == {}
 
 
@@ -64,7 +60,7 @@ def test_ratios():
 def test_oracle_accepts_what_is_right(T, stride):
     setting = attention.tiny(T, 6, 2)
     setting = type(setting)(**{**vars(setting), "stride": stride})
-    ours = Ours(), Ours(importance="probs"), Ours(scale=4.0), OursSelected(), OursSelected(4)
+    ours = Ours(), Ours(importance="probs"), OursSelected()
     for provider in (*ours, Dense("sdpa", None)):
         for spot in (False, True):
             assert verify(provider, setting, spot) <= 1
@@ -129,7 +125,8 @@ def test_laws_notice_a_key_that_gets_no_gradient(broken):
 def test_branches_count_the_keys_that_they_show():
     c = attention.tiny(333, 4, 2)
     i = torch.arange(c.T)
-    indices = problem.random_indices(c, 1, CPU)[0, :, 0]
+    x = problem.draw(c, ("q", "ck"), CPU)
+    indices = OursSelect().call(x, c)[0, :, 0]
     for branch, keys in (
         (oracle.behind(c.d), c.T // c.d),
         (oracle.window(c.w), c.T),
@@ -149,131 +146,7 @@ def test_operations_of_dense_attention():
     assert problem.scoring_flops(c, "probs") == 2 * 16 * 4 * pairs
 
 
-@pytest.mark.parametrize("alike", [1, 4])
-def test_random_selections(alike):
-    c = attention.tiny(333, 4, 2)
-    indices = problem.random_indices(c, alike, CPU)
-    assert indices.shape == (1, c.T, c.K, c.n) and indices.dtype == torch.int32
-    for t in range(c.T):
-        own = t // c.s
-        for chosen in indices[0, t].tolist():
-            real = [block for block in chosen if block >= 0]
-            assert len(set(real)) == len(real) == min(c.n, max(0, own - c.local + 1 - c.initial))
-            assert all(c.initial <= block <= own - c.local for block in real)
-    groups = indices[0, : c.T // 4 * 4].unflatten(0, (-1, 4))
-    assert (groups == groups[:, :1]).all().item() == (alike == 4)
-    with pytest.raises(ValueError, match="alike must divide"):
-        problem.random_indices(c, 3, CPU)
-
-
-@pytest.mark.slow
-@pytest.mark.kernels
-def test_tuner(tmp_path, capsys):
-    tune = importlib.import_module("benchmarks.tune")
-    options = ["--lengths", "24", "--heads", "2/1", "--seconds", "1e-4", "--device", DEVICE]
-    options += ["--kernels", "window.forward", "query_major.dq", "--tiles", "16,16,4,1", "16,7,4,1"]
-    options += ["--operations", "window"]
-    rows = tune.main([*options, "--out", str(tmp_path / "tune.jsonl")])
-    assert [row["kernel"] for row in rows] == ["window.forward"] * 3
-    assert [row["tile"] for row in rows] == ["default", [16, 16, 4, 1], [16, 7, 4, 1]]
-    assert "failed" in rows[2] and rows[1]["p50_ms"] > 0 and rows[1]["over_default"] > 0
-    assert '"window.forward": ' in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_winning_tiles():
-    tune = pytest.importorskip("benchmarks.tune")
-    case = dict(gpu="GPU", kernel="dq", D=128, G=4, s=64, dtype="bfloat16", H=32)
-    case |= {"pass": "backward", "selection_stride": 1}
-
-    def row(part, T, tile, over):
-        return {**case, "part": part, "T": T, "tile": tile, "over_default": over}
-
-    rows = [row(part, 8192, "default", 1.0) for part in ("window", "selected")]
-    rows += [row(part, 8192, [64, 64, 4, 2], 0.9) for part in ("window", "selected")]
-    # faster, but it ran in one of the two; slower on the whole; and one that failed
-    rows += [row("window", 8192, [64, 64, 4, 1], 0.5)]
-    rows += [row("window", 8192, [64, 32, 4, 1], 0.5), row("selected", 8192, [64, 32, 4, 1], 2.0)]
-    rows += [{**row("window", 8192, [128, 64, 4, 1], 0.1), "failed": "wrong"}]
-    (told,) = tune.winners(rows)
-    assert told.startswith(
-        '"dq": TileConfig(64, 64, 4, 2),  # 0.900 of the time; width 128, G=4, s=64'
-    )
-
-
-# masks
-
-
 QUICK = ["--quick", "--device", "cpu", "--seconds", "1e-4"]
-MASKED = Setting(144, 2, 2, 16, dtype=torch.float32)
-
-
-@pytest.fixture
-def flex_on_cpu(flex_gradients, monkeypatch):
-    """flex_attention as torch computes it where gradients are let pass."""
-    monkeypatch.setattr(masks.Flex, "devices", ("cpu",))
-    monkeypatch.setattr(masks, "compiled", lambda: flex_gradients)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("flex_on_cpu")
-def test_flex_passes_the_oracle():
-    scores = ["alibi, functional", "soft_cap"]
-    rows = masks.main([*QUICK, "--masks", "natten", "--scores", *scores])
-    timed = [row for row in rows if row["provider"] == "flex"]
-    names = ["natten", *(f"causal + {name}" for name in scores)]
-    assert [(row["mask"], row["pass"]) for row in timed] == [
-        (name, way) for name in names for way in ("forward", "backward")
-    ]
-    assert all(row["error_share"] <= 1 for row in timed)
-
-
-class Wider(masks.Flex):
-    """Under the mask of another window."""
-
-    def prepare(self, x, setting):
-        self.mask = masks.Mask("causal")
-        super().prepare(x, setting)
-        self.mask = masks.Mask("sliding_window")
-
-
-class Uncapped(masks.Flex):
-    """Without what should become of the scores."""
-
-    def prepare(self, x, setting):
-        super().prepare(x, setting)
-        self.score_mod = None
-
-
-class Scaled(masks.Sdpa):
-    def call(self, x, setting):
-        return super().call(x, setting) * 1.001
-
-
-@pytest.mark.slow(one_of=3)
-@pytest.mark.usefixtures("flex_on_cpu")
-@pytest.mark.parametrize("provider", [Wider, Uncapped, Scaled])
-def test_what_is_wrong_is_not_timed(provider, monkeypatch):
-    monkeypatch.setattr(masks, provider.__bases__[0].__name__, provider)
-    what = ["--masks", "sliding_window", "--scores"]
-    if provider is Uncapped:
-        what = ["--masks", "--scores", "alibi"]
-    with pytest.raises(
-        SystemExit, match=rf"1 cases failed, .* {provider.name} .*wrong: out errs by"
-    ):
-        masks.main([*QUICK, *what])
-
-
-@pytest.mark.parametrize("name", sorted(catalog.CATALOG.keys() - masks.ASYMMETRIC))
-def test_operations_are_those_of_the_allowed_pairs(name):
-    """4 D H for each pair; the mask's own count by brute force. Of every mask whose keys are those
-    of its queries."""
-    mask = masks.Mask(name)
-    exact = masks.create_mask(mask.mod(144, CPU), 1, 1, 144, 144, device="cpu")[0, 0]
-    assert masks.facts(mask, 144, CPU)["pairs"] == exact.sum()
-    assert masks.Sdpa(mask).flops(MASKED) == 4 * 16 * 2 * exact.sum()
-    assert torch.equal(masks.rows_of(mask, 144, CPU), exact.sum(1))
-    some = torch.tensor([0, 143, 7])
-    assert torch.equal(masks.seen(mask, 144, some), exact[some])
 
 
 # decoding
@@ -372,14 +245,6 @@ def test_a_wrong_layer_is_not_timed(monkeypatch):
         clock.main(["--quick", "--device", "cpu", *options])
 
 
-def test_twin_rotates_as_rotary_embedding_torch_does():
-    package = pytest.importorskip("rotary_embedding_torch")
-    dense = one_tree.layer_of(one_tree.Sizes(True, CPU), "dense", 0)
-    t = torch.randn(2, 7, 3, 16)
-    expected = package.RotaryEmbedding(16).rotate_queries_or_keys(t.transpose(1, 2), offset=5)
-    torch.testing.assert_close(dense.rotate(t, 5), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
-
-
 # generate of transformers
 
 
@@ -423,22 +288,20 @@ def test_wrong_attention_is_not_timed(monkeypatch):
 
 @pytest.mark.slow
 def test_a_checkout_against_itself(capsys):
-    groups = ["operators", "decoding", "first_call"]
-    options = ["--quick", "--device", "cpu", "--seconds", "0.01", "--rounds", "1"]
-    rows = against.main([str(common.ROOT), *options, "--groups", *groups])
-    names = [row["case"].partition(", ")[0] for row in rows]
-    assert names == ["operator"] * 2 + ["decode"] * 4 + ["first call", "call after it"]
+    options = ["--quick", "--device", "cpu", "--rounds", "1", str(common.ROOT), "decode"]
+    rows = against.main([*options, "--seconds", "0.01", "--providers", "dense-cudnn", "ours"])
+    assert [row["case"] for row in rows] == [
+        "dense-cudnn, 3, 320, 1, 4, 2: p50", "ours, 3, 320, 1, 4, 2: p50",
+    ]  # fmt: skip
     for row in rows:
         assert row["times_other"] == pytest.approx(row["ms"] / row["other_ms"], abs=1e-3)
         assert min(row["ms"], row["other_ms"]) > 0 and row["other_commit"]
-    out = capsys.readouterr().out
-    assert "| case | this, ms | other, ms | this / other |" in out
-    assert "| decode, layer, one-softmax with dense_length=0, S=256 |" in out
+    assert "| case | this, ms | other, ms | this / other |" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_none(tmp_path):
     with pytest.raises(SystemExit, match="path must be a checkout of this library, got"):
-        against.main([str(tmp_path)])
+        against.main([str(tmp_path), "clock"])
 
 
 @pytest.mark.slow
@@ -446,5 +309,6 @@ def test_a_tree_that_fails(tmp_path):
     package = tmp_path / "native_sparse_attention"
     package.mkdir()
     (package / "__init__.py").write_text("raise ValueError('why')")
-    rows = against.times_of(tmp_path, "host", torch.device("cpu"), 0.01, True)
-    assert rows == {"all of host": {"failed": "ValueError: why"}}
+    args = Namespace(benchmark="clock", device="cpu", quick=True, options=[])
+    rows = against.times_of(tmp_path, args)
+    assert rows == {"all of clock": {"failed": "ValueError: why"}}
