@@ -1,14 +1,14 @@
 """One text of many files, with held-out text at its end: what `learning.py` trains on.
 
-    python -m benchmarks.corpus [SOURCE ...] --text TEXT     SOURCE: a directory, a package (.deb,
-                                                             .whl) or a tar archive (.xz, .gz)
+    python -m benchmarks.corpus DIRECTORY ... --text TEXT
 
-Three texts, from packages of Debian 12 and of PyPI:
+Three texts, from packages of Debian 12 and of PyPI, each unpacked into a directory of its name:
 
-linux.txt, C and documentation of the Linux kernel, the default SOURCE and kinds:
+linux.txt, C and documentation of the Linux kernel, the default kinds:
 
-    apt-get install linux-source-6.12                    /usr/src/linux-source-6.12.tar.xz
-    python -m benchmarks.corpus --text linux.txt
+    apt-get install linux-source-6.12
+    tar -xf /usr/src/linux-source-6.12.tar.xz
+    python -m benchmarks.corpus linux-source-6.12 --text linux.txt
 
 manuals.txt, English: Webster's dictionary of 1913 and two others, a book of politics, manuals of
 programs and languages. Pages of HTML without their markup:
@@ -23,7 +23,10 @@ programs and languages. Pages of HTML without their markup:
         python-django-doc=3:3.2.25-0+deb12u7 python3.11-doc=3.11.2-6+deb12u9 \\
         r-doc-html=4.2.2.20221110-2 racket-doc=8.7+dfsg1-1 sqlite3-doc=3.40.1-2+deb12u2 \\
         swi-prolog-doc=9.0.4+dfsg-2 zsh-doc=5.9-4
-    python -m benchmarks.corpus *.deb --text manuals.txt --depth 0 --kinds .html .htm .pod .dict
+    mkdir manuals
+    for package in *.deb; do dpkg-deb -x $package manuals/$package; done
+    python -m benchmarks.corpus manuals/* --text manuals.txt --depth 0 \\
+        --kinds .html .htm .pod .dict
 
 python.txt, Python of packages for mathematics, data, networks and databases, with their tests:
 
@@ -32,7 +35,9 @@ python.txt, Python of packages for mathematics, data, networks and databases, wi
         astropy==7.0.0 statsmodels==0.14.4 twisted==24.11.0 scikit-learn==1.5.2 numba==0.60.0 \\
         sqlalchemy==2.0.36 numpy==2.1.3 jax==0.4.36 qiskit==1.3.0 matplotlib==3.9.3 \\
         ansible-core==2.18.1 networkx==3.4.2 biopython==1.84 django==5.1.4
-    python -m benchmarks.corpus *.whl --text python.txt --kinds .py
+    mkdir python
+    for package in *.whl; do unzip -q $package -d python/$package; done
+    python -m benchmarks.corpus python/* --text python.txt --kinds .py
 
 * Files: of `--kinds`, at most 256 KiB. Larger ones are mostly generated, as tables of registers, or
   a whole manual on one page; a dictionary is cut into pieces of that size. Files that end in .gz or
@@ -57,17 +62,13 @@ import gzip
 import hashlib
 import html
 import json
-import lzma
 import mmap
 import os
 import re
-import tarfile
-import zipfile
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -76,8 +77,6 @@ from training.runs import write
 from . import common
 from .common import Row
 
-PACKAGE = "linux-source-6.12"
-SOURCE = Path("/usr/src") / f"{PACKAGE}.tar.xz"
 KINDS = (".c", ".h", ".S", ".rst", ".txt")
 COMPRESSED, MARKUP, DICTIONARY = (".gz", ".dz"), (".html", ".htm", ".xhtml"), ".dict"
 FILE, HELD_OUT = b"\0", b"\0\0"
@@ -105,49 +104,16 @@ class Sizes:
 Files = Iterator[tuple[str, int, Callable[[], bytes]]]
 
 
-def files_of(source: Path) -> Files:
-    """Raises ValueError: `source` is not there, or is neither a directory nor an archive."""
-    if source.is_dir():
-        for path in source.rglob("*"):
-            if path.is_file() and not path.is_symlink():
-                yield path.relative_to(source).as_posix(), path.stat().st_size, path.read_bytes
-        return
-    try:
-        if zipfile.is_zipfile(source):
-            with zipfile.ZipFile(source) as wheel:
-                for entry in wheel.infolist():
-                    yield entry.filename, entry.file_size, functools.partial(wheel.read, entry)
-            return
-        with source.open("rb") as file:
-            skip_to_data(file)
-            with tarfile.open(fileobj=file, mode="r|*") as archive:  # read from begin to end
-                for member in archive:
-                    if member.isfile() and (content := archive.extractfile(member)) is not None:
-                        name = os.path.normpath(member.name).replace(os.sep, "/")
-                        yield name, member.size, functools.partial(content.read, -1)
-    except (OSError, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError) as error:
-        raise ValueError(
-            f"source must be a directory, a package or a tar archive, such as {SOURCE} of Debian's "
-            f"package {PACKAGE}, got {source}: {error}"
-        ) from None
-
-
-def skip_to_data(file: BinaryIO) -> None:
-    """Go to the tar archive inside a Debian package, an ar archive. Others begin with theirs."""
-    if file.read(8) != b"!<arch>\n":
-        file.seek(0)
-        return
-    while (header := file.read(60)) and not header.startswith(b"data.tar"):
-        size = int(header[48:58])
-        file.seek(size + size % 2, os.SEEK_CUR)
-
-
 def texts_of(sources: Sequence[Path], kinds: tuple[str, ...], sizes: Sizes) -> Files:
     """Files of the kinds, decompressed, without markup, dictionaries in pieces of the largest
     size. Names of files of several sources begin with the name of their source."""
     for source in sources:
         above = f"{source.name}/" if len(sources) > 1 else ""
-        for path, size, read in files_of(source):
+        for file in source.rglob("*"):
+            if not file.is_file() or file.is_symlink():
+                continue
+            path, size = file.relative_to(source).as_posix(), file.stat().st_size
+            read: Callable[[], bytes] = file.read_bytes
             suffix = next((end for end in COMPRESSED if path.endswith(end)), "")
             name = path.removesuffix(suffix)
             if not name.endswith(kinds):
@@ -211,31 +177,24 @@ def chosen(listed: dict[str, int], sizes: Sizes) -> tuple[set[str], set[str]]:
     return taken(rest, left, left), held_out
 
 
-def common_root(paths: Iterable[str]) -> str:
-    """The first name of all paths with the slash behind it, "" if they have several."""
-    roots = {path.partition("/")[0] if "/" in path else "" for path in paths}
-    root = roots.pop() if len(roots) == 1 else ""
-    return f"{root}/" if root else ""
-
-
 # the text
 
 
 def build(sources: Sequence[Path], out: Path, sizes: Sizes, kinds: tuple[str, ...] = KINDS) -> Row:
     """Write the text of sources to `out`, and what is in it to `out`.json. Raises ValueError: a
-    source that cannot be read, or too little text."""
+    source that is no directory, or too little text."""
+    for source in sources:
+        if not source.is_dir():
+            raise ValueError(f"source must be a directory, got {source}; unpack archives")
     listed = {path: size for path, size, _ in texts_of(sources, kinds, sizes)}
-    root = common_root(listed) if len(sources) == 1 and sources[0].is_file() else ""
-    by_name = {path.removeprefix(root): size for path, size in listed.items()}
-    training, held_out = chosen(by_name, sizes)
+    training, held_out = chosen(listed, sizes)
     if not training or not held_out:
         raise ValueError(
             f"sources have {len(listed)} files of {', '.join(kinds)} in directories that make no "
             f"training text and held-out text of {sizes.held_out} bytes"
         )
     contents: dict[str, bytes] = {}
-    for path, _, read in texts_of(sources, kinds, sizes):
-        name = path.removeprefix(root)
+    for name, _, read in texts_of(sources, kinds, sizes):
         if group_of(name, sizes.depth) in training | held_out:
             contents[name] = read()
     parts, seen = [], set[bytes]()
@@ -252,7 +211,6 @@ def build(sources: Sequence[Path], out: Path, sizes: Sizes, kinds: tuple[str, ..
     write(out, HELD_OUT.join(b"".join(entries) for entries in parts))
     row = {
         "source": " ".join(path.name for path in sources),
-        "sources": [about(path)["sha256"] if path.is_file() else None for path in sources],
         "kinds": " ".join(kinds),
         **about(out),
         **{f"{k}_bytes": sum(map(len, part)) for k, part in zip(KEYS, parts, strict=True)},
@@ -290,7 +248,7 @@ def about(path: Path) -> dict[str, Any]:
 
 def options(parser: argparse.ArgumentParser) -> None:
     add, sizes = parser.add_argument, Sizes()
-    add("sources", type=Path, nargs="*", default=[SOURCE], help="directories, packages, archives")
+    add("sources", type=Path, nargs="+", metavar="DIRECTORY")
     add("--text", type=Path, required=True, help="the text; TEXT.json says what is in it")
     add("--bytes", type=int, default=sizes.whole, help="of the text, at most")
     add("--held-out-bytes", type=int, default=sizes.held_out, help="of these, at most")

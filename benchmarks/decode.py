@@ -283,23 +283,9 @@ def block_indices(chosen: Tensor, step: Step) -> Tensor:
 
 def as_prompt(x: Tensors, b: int, t: int, step: Step) -> Tensors:
     """One row and one of its queries, at every position: what `oracle.py` takes."""
-    names = [n for n in (*oracle.OF_QUERIES[:2], "cq") if n in x]
+    names = [n for n in ("q", "branch_gates", "cq") if n in x]
     queries = {n: x[n][b : b + 1, t : t + 1].expand(1, step.S, -1, -1) for n in names}
     return queries | {name: x[name][b : b + 1] for name in ("k", "v", "ck", "cv")}
-
-
-def by_definition(
-    branches: list[Branch], x: Tensors, i: Tensor, blocks: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """The output [1 H D] of the query at position i."""
-    names = {name for branch in branches for name in (branch.keys, branch.values)}
-    heads = []
-    for h in range(x["k"].shape[2]):
-        share = {n: x[n] for n in ("q", "branch_gates", *sorted(names))}
-        share = {n: t.to(dtype) for n, t in oracle.of_head(share, h, i).items()}
-        chosen = None if blocks is None else blocks[h][None]
-        heads.append(oracle.definition(branches, share, i, chosen))
-    return torch.cat(heads, 1)
 
 
 def verify(
@@ -310,19 +296,19 @@ def verify(
     c, branches = step.setting, provider.branches(step)
     ranks = bool(provider.importance)
     blocks = block_indices(selected(provider, x, step), step) if ranks else None
-    exact, low = [], []
+    exact_parts, low_parts = list[Tensors](), list[Tensors]()
     for b, t in queries:
         one, i = as_prompt(x, b, t, step), torch.tensor([step.positions[t]], device=out.device)
-        chosen = None if blocks is None else blocks[b, t]
-        if chosen is not None:
-            everywhere = chosen.expand(1, step.S, -1, -1)
-            oracle.check_ranking(c, provider.importance, one, everywhere, i)
-        exact.append(by_definition(branches, one, i, chosen, torch.float64))
-        low.append(by_definition(branches, one, i, chosen, c.dtype))
+        indices = None if blocks is None else blocks[b, t].expand(1, step.S, -1, -1)
+        if indices is not None:
+            oracle.check_ranking(c, provider.importance, one, indices, i)
+        one.pop("cq", None)
+        for results, dtype in ((exact_parts, torch.float64), (low_parts, c.dtype)):
+            results.append(oracle.compute(branches, one, (), i, indices, dtype))
     got = torch.stack([out[b, t] for b, t in queries])
     sizes = {"v": got, "d_out": got}  # of gradients, which there are none of here
-    exact_out, low_out = ({"out": torch.cat(part)} for part in (exact, low))
-    return oracle.check_values({"out": got}, sizes, exact_out, low_out, provider.factor)
+    exact, low = oracle.joined(exact_parts), oracle.joined(low_parts)
+    return oracle.check_values({"out": got}, sizes, exact, low, provider.factor)
 
 
 # timing

@@ -13,16 +13,15 @@ ranking, or with its defaults.
 
 * prefill: wall time of one forward over the prompt with a new `DynamicCache` and the logits of the
   last token. p50 of several after a first one.
-* decode: greedy `generate`, with a `DynamicCache` (sparse forms a `SparseCache`), and with
-  `cache_implementation="static"` (forms with windows a `StaticSparseCache`), whose step
-  transformers compiles on a GPU. Tokens/s of all sequences: the time of a call of `generate` less
-  that of one of 8 new tokens.
+* decode: greedy `generate`, with a `DynamicCache` (sparse forms a `SparseCache`), and of some forms
+  with `cache_implementation="static"`, whose step transformers compiles on a GPU. Tokens/s of all
+  sequences: the time of a call of `generate` less that of one of 8 new tokens.
 * peak_mib: greatest memory of tensors during the timed call, weights included.
 
 Nothing is timed of a form before its logits with all blocks selected agree with those of SDPA, in
 fp32, in two layers of the model's widths: of a forward, of steps over either cache, and of
 `generate` over a static cache where that is timed. The longest context and the largest batch come
-first; `--deadline` stops before the next case.
+first, so that memory that does not suffice is known at once.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,7 +92,6 @@ class Plan:
     new_tokens: int = 64
     repeats: int = 3
     dtype: torch.dtype = torch.bfloat16
-    deadline: float | None = None  # seconds
 
     def __post_init__(self) -> None:
         least = dict(contexts=2, batches=1, new_tokens=FIRST + 2)
@@ -179,16 +176,6 @@ def new_cache(form: Form, model: Any) -> Any:
     return SparseCache(model.config)
 
 
-def static_cache(form: Form, model: Any, max_length: int) -> Any:
-    """A static cache of windows of several tokens, which keeps them; None for what transformers
-    makes."""
-    from native_sparse_attention.hf import StaticSparseCache
-
-    if form.converted or (form.settings or {}).get("compress_block_size", 1) == 1:
-        return None
-    return StaticSparseCache(model.config, max_cache_len=max_length)
-
-
 def as_argument(cache: Any, model: Any) -> dict[str, Any]:
     """The cache by the name that this release of transformers has for it."""
     is_new = "cache" in inspect.signature(model.forward).parameters  # since 5.24
@@ -234,11 +221,11 @@ def check(form: Form, network: Any) -> float:
     steps = [model(ids[:, i : i + 1], **cached).logits for i in range(start, ids.shape[1])]
     errors.append(error_of(torch.cat(steps, dim=1), exact[:, start:]))
     if form.static:
-        kept, prompt = static_cache(form, model, ids.shape[1] + 5), ids[:, :start]
-        given: Any = as_argument(kept, model) if kept else dict(cache_implementation="static")
+        prompt = ids[:, :start]
         made = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0,
-            max_new_tokens=CHECK_STEPS, output_logits=True, return_dict_in_generate=True, **given,
+            max_new_tokens=CHECK_STEPS, output_logits=True, return_dict_in_generate=True,
+            cache_implementation="static",
         )  # fmt: skip
         exact = dense(made.sequences, use_cache=False).logits[:, start - 1 : -1]
         errors.append(error_of(torch.stack(made.logits, dim=1), exact))
@@ -258,8 +245,6 @@ def error_of(logits: Tensor, exact: Tensor) -> float:
 def calls_of(form: Form, network: Any, ids: Tensor, plan: Plan) -> dict[str, Callable[[], Row]]:
     """By measure: ms of a prefill, or of a new token over a cache."""
     model, device, new = under(form, network), ids.device, plan.new_tokens
-    # of all calls: a graph has its addresses
-    static = static_cache(form, model, ids.shape[1] + new)
     mask = torch.ones_like(ids)
 
     @torch.no_grad()
@@ -273,9 +258,6 @@ def calls_of(form: Form, network: Any, ids: Tensor, plan: Plan) -> dict[str, Cal
         cached: dict[str, Any] = dict(cache_implementation="static")
         if kind == "dynamic":
             cached = as_argument(new_cache(form, model), model)
-        elif static is not None:
-            static.reset()
-            cached = as_argument(static, model)
         began = common.synchronize(device)
         model.generate(
             ids, attention_mask=mask, do_sample=False, pad_token_id=0, max_new_tokens=count,
@@ -348,7 +330,7 @@ def measure_case(
 
 def measure_all(network: Any, plan: Plan, recorder: common.Recorder) -> None:
     """The rows of all cases; a form whose logits are off has one that says so."""
-    began, config = time.perf_counter(), network.config
+    config = network.config
     known = {
         "model": plan.name,
         "layers": config.num_hidden_layers,
@@ -369,9 +351,6 @@ def measure_all(network: Any, plan: Plan, recorder: common.Recorder) -> None:
     common.release()
     for context in sorted(plan.contexts, reverse=True):
         for B in sorted(plan.batches, reverse=True):
-            if plan.deadline is not None and time.perf_counter() - began > plan.deadline:
-                print(f"stopped before B={B}, T={context}: deadline", flush=True)
-                return
             for row in measure_case(network, forms, B, context, plan):
                 recorder.add({**row, **known})
             common.release()
@@ -430,7 +409,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", type=int, default=64)
     add("--s", type=int, nargs="+", default=(64,), help="block sizes")
     add("--forms", nargs="+", metavar="NAME", help="all by default")
-    add("--deadline", type=float, help="seconds after which no case begins")
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
@@ -443,7 +421,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         raise ValueError(f"forms must be of {', '.join(known)}, got {unknown[0]}")
     chosen = tuple(form for form in forms if form.name in (args.forms or known))
     contexts, batches = tuple(args.contexts), tuple(args.batches)
-    return Plan(args.model, chosen, contexts, batches, args.new_tokens, deadline=args.deadline)
+    return Plan(args.model, chosen, contexts, batches, args.new_tokens)
 
 
 def run(args: argparse.Namespace, recorder: common.Recorder) -> None:

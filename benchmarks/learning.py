@@ -1,7 +1,6 @@
 """How good models with this layer become: bits per byte of text, against dense attention.
 
     python -m benchmarks.learning --data linux.txt --work DIR        train, append rows
-    python -m benchmarks.learning --data linux.txt --speed           steps/s, nothing beside them
     python -m benchmarks.learning --table                            redraw pages and plot
     python -m benchmarks.learning --quick                            tiny sizes, nothing recorded
 
@@ -37,7 +36,7 @@ import functools
 import itertools
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -53,7 +52,7 @@ from training.forward import autocast, compiled, loss_of
 
 from . import common, corpus, runs_pool
 from .common import NO_ROWS, Row, length
-from .recipe import RECIPES, Recipe, averaged, build_optimizers, parsed, start
+from .recipe import RECIPES, Recipe, averaged, parsed, start
 from .runs_pool import Job, Run, Variants, by_variant, on, spread, sweep
 from .variants import VARIANTS, Settings, build, check, describe, ranking_of, scaled
 
@@ -94,27 +93,18 @@ class Plan:
     def shape(self) -> dict[str, Any]:
         return self.base | dict(self.recipe.shape)
 
-    def spec(self, kind: str, name: str, T: int, **others: Any) -> dict[str, Any]:
-        spec = dict(kind=kind, variant=name, settings=self.variants[name], T=T, shape=self.shape)
-        names = ("points", "held_out_bytes", "needles", "precision", "compile", "data")
-        spec |= {name: getattr(self, name) for name in names} | self.recipe.settings
-        tokens = self.recipe.step_tokens
-        return spec | dict(batch=tokens // T, steps=math.ceil(self.train_bytes / tokens)) | others
-
     def training(self, name: str, T: int, seed: int, lr: float) -> Job:
-        spec = self.spec("train", name, T, seed=seed, lr=lr)
+        settings, tokens = self.variants[name], self.recipe.step_tokens
+        spec = dict(kind="train", variant=name, settings=settings, T=T, seed=seed, lr=lr)
+        names = ("shape", "points", "held_out_bytes", "needles", "precision", "compile", "data")
+        spec |= {name: getattr(self, name) for name in names} | self.recipe.settings
+        spec |= dict(batch=tokens // T, steps=math.ceil(self.train_bytes / tokens))
         return Job(f"{name}, {self.recipe.name}, T={T}, seed {seed}, lr {lr:g}", spec)
 
     def jobs(self, rows: list[Row]) -> list[Job]:
         names = list(self.variants)
         lrs = self.lrs or self.recipe.lrs
         return sweep(names, self.lengths, self.seeds, lrs, self.training, bits, rows)
-
-    def speeds(self, rows: list[Row]) -> list[Job]:
-        """Steps of every variant that are timed."""
-        pairs = itertools.product(self.lengths, self.variants)
-        specs = [self.spec("speed", name, T, seed=0, lr=1e-4) for T, name in pairs]
-        return [Job(f"speed of {spec['variant']}, T={spec['T']}", spec) for spec in specs]
 
 
 def in_turn(lists: Sequence[list[Job]]) -> list[Job]:
@@ -130,7 +120,7 @@ def layer_settings(settings: Settings, qk_norm: bool) -> Settings:
 
 
 def execute(spec: dict[str, Any], run: Run) -> Row:
-    """Train or time one model: its row."""
+    """Train and test one model: its row."""
     torch.set_float32_matmul_precision("high")
     train, held_out = corpus.mapped(Path(run.options[spec["data"]["sha256"]]))
     settings: Settings = spec["settings"]
@@ -153,8 +143,6 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
         return loss_of(functools.partial(model if is_short else forward, **given), batch, cfg)
 
     row = {**spec, **describe(model, spec["T"])}
-    if spec["kind"] == "speed":
-        return {**row, **speed(model, loss_at, cfg)}
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     done = runs_pool.fit(model, loss_at, cfg, run, average)
@@ -176,34 +164,6 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
         "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20) if cuda else None,
         "curve": curve,
     }
-
-
-def speed(model: Transformer, loss_at: Callable[[int], runs_pool.Losses], cfg: Namespace) -> Row:
-    """Time from the end of one step to the end of the next, as training runs them: launching counts
-    where it is what takes longest."""
-    optimizers = build_optimizers(model, cfg)
-
-    def step() -> None:
-        runs_pool.add_up(loss_at(cfg.steps)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-        for optimizer in optimizers:
-            optimizer.step()
-        model.zero_grad()
-
-    if torch.device(cfg.device).type == "cuda":
-        for _ in range(11):
-            step()
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(31)]
-        for end in ends:
-            step()
-            end.record()
-        torch.cuda.synchronize()
-        times = [a.elapsed_time(b) for a, b in itertools.pairwise(ends)]
-    else:
-        times = common.time_cpu(step, 1.0)
-    row = common.quantiles(times)
-    per_s = round(cfg.batch_size * cfg.seq_len / row["p50_ms"] * 1e3)
-    return {**row, "tokens_per_s": per_s, "repeats": len(times)}
 
 
 def ranges(T: int) -> list[tuple[int, int]]:
@@ -363,21 +323,6 @@ def variants_by_length(runs: Sequence[Row]) -> dict[int, Variants]:
     return {T: by_variant([row for row in runs if row["T"] == T], bits) for T in lengths}
 
 
-def speed_cell(rows: Sequence[Row], T: int, name: str) -> str:
-    """Thousands of tokens a second, eager / compiled; in brackets times those of dense attention on
-    the same card and at the same commit."""
-    speeds = [row for row in rows if row["T"] == T]
-    cells = []
-    for is_compiled in (False, True):
-        of_mode = [row for row in speeds if row["compile"] == is_compiled]
-        for row in [row for row in of_mode if row["variant"] == name][-1:]:
-            run = [r for r in of_mode if (r["gpu"], r["commit"]) == (row["gpu"], row["commit"])]
-            dense = [r["tokens_per_s"] for r in run if r["variant"] == DENSE and name != DENSE][-1:]
-            ratio = f" ({row['tokens_per_s'] / dense[0]:.2f})" if dense else ""
-            cells.append(f"{row['tokens_per_s'] / 1e3:.0f}{ratio}")
-    return " / ".join(cells)
-
-
 def keys(row: Row) -> str:
     return " + ".join(str(count) for count in row["keys_per_query"].values())
 
@@ -389,7 +334,7 @@ def minus_dense(runs: list[Row], dense: list[Row]) -> str:
     return spread(pairs) if pairs else ""
 
 
-def cells_of(runs: list[Row], dense: list[Row], speed: str) -> dict[str, str]:
+def cells_of(runs: list[Row], dense: list[Row]) -> dict[str, str]:
     """A line of the table: what each column has."""
     row = runs[0]
     found = {
@@ -406,8 +351,7 @@ def cells_of(runs: list[Row], dense: list[Row], speed: str) -> dict[str, str]:
         if int(name.partition("-")[0]) >= row["T"] // 32:
             found[name] = f"{fmean(run['bits']['positions'][name] for run in runs):.3f}"
     digits = (fmean(r["needle"][depth]["digits"] for r in runs) for depth in row["needle"])
-    found["digits found"] = " / ".join(f"{share:.2f}" for share in digits)
-    return found | {"thousand tokens/s (times dense), eager / compiled": speed}
+    return found | {"digits found": " / ".join(f"{share:.2f}" for share in digits)}
 
 
 def more_cells(runs: Sequence[Row]) -> dict[str, str]:
@@ -449,18 +393,16 @@ def table_of_recipes(rows: Sequence[Row]) -> str:
 
 def table_of_runs(rows: Sequence[Row]) -> str:
     """For each text and length, the variants by their bits per byte."""
-    parts = [table_of_text(name, runs, rows) for name, runs in by_text(rows).items()]
+    parts = [table_of_text(name, runs) for name, runs in by_text(rows).items()]
     return "\n\n".join(parts) or NO_ROWS
 
 
-def table_of_text(text: str, rows_of_text: Sequence[Row], rows: Sequence[Row]) -> str:
-    parts, used, last = [], list[Row](), rows_of_text[-1]
-    speeds = [row for row in rows if row.get("kind") == "speed" and row["shape"] == last["shape"]]
-    speeds = [row for row in speeds if recipe_of(row) == recipe_of(last)]
-    for T, variants in variants_by_length(rows_of_text).items():
+def table_of_text(text: str, rows: Sequence[Row]) -> str:
+    parts, used, last = [], list[Row](), rows[-1]
+    for T, variants in variants_by_length(rows).items():
         lines = list[list[str]]()
         for name, runs in variants.items():
-            cells = cells_of(runs, variants.get(DENSE, []), speed_cell(speeds, T, name))
+            cells = cells_of(runs, variants.get(DENSE, []))
             lines += [] if lines else [["variant", *cells]]
             lines.append([name, *cells.values()])
             used += runs
@@ -542,7 +484,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--lengths", type=int, nargs="+", default=[8192], metavar="T")
     add("--bytes", type=int, default=150_000_000, help="to train on, each run")
     add("--compile", action="store_true", help="torch.compile with CUDA graphs")
-    add("--speed", action="store_true", help="time steps instead, one run a GPU")
 
 
 def run(args: Namespace, recorder: common.Recorder) -> None:
@@ -561,13 +502,12 @@ def run(args: Namespace, recorder: common.Recorder) -> None:
     files = {text["sha256"]: str(path.resolve()) for text, path in zip(texts, paths, strict=True)}
 
     def jobs(rows: list[Row]) -> list[Job]:
-        return in_turn([(plan.speeds if args.speed else plan.jobs)(rows) for plan in plans])
+        return in_turn([plan.jobs(rows) for plan in plans])
 
     with runs_pool.work_of(args) as work:
         pool = runs_pool.Pool(execute, work, recorder, args.deadline, files)
         runs_pool.run_all(pool, jobs)
-        if not args.speed:
-            print(table_of_recipes(recorder.rows))
+        print(table_of_recipes(recorder.rows))
 
 
 BENCHMARK = common.Benchmark(

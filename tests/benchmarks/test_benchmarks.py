@@ -276,7 +276,7 @@ def test_wrong_attention_is_not_timed(monkeypatch):
         monkeypatch.setattr(hf_attention.branches, "attend", wrong)
         with pytest.raises(WrongResult, match="logits with all blocks are .* off SDPA's"):
             generation.check(form, small)
-    plan = generation.Plan("tiny", (generation.Form("sdpa"), form), (8,), (1,), deadline=0.0)
+    plan = generation.Plan("tiny", (form,), (8,), (1,))
     recorder = common.Recorder(None, CPU, ("form",))
     generation.measure_all(network, plan, recorder)
     (row,) = recorder.rows
