@@ -27,7 +27,6 @@ from . import (
 
 DIRECT = (attention, decode, clock, generation)
 BY_HAND = (distillation, distributed, learning, pretrained, recall)
-OPTIONS = {attention: ["--parts"]}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -37,11 +36,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.quick:
         for module in (*DIRECT, distillation, learning):
-            module.main([*OPTIONS.get(module, []), "--quick"])
+            module.main(["--quick"])
         return
     try:
         for module in DIRECT if not args.table else ():
-            module.main(OPTIONS.get(module, []))
+            module.main([])
         if not args.table:
             generation.main(["--model", "llama-8b", "--layers", "8"])
     finally:

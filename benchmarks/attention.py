@@ -1,7 +1,7 @@
 """Native sparse attention against dense attention and against what others published.
 
     python -m benchmarks.attention                   everything; better a length or two at a time:
-    python -m benchmarks.attention --lengths 8192 --heads 64/4 --strides 1 4 --parts
+    python -m benchmarks.attention --lengths 8192 --heads 64/4 --strides 1 4
     python -m benchmarks.attention --table           redraw results/performance.md from the rows
     python -m benchmarks.attention --quick           few sizes; on a CPU tiny ones, in seconds
 
@@ -10,8 +10,7 @@ compression; ck, cv are the mean pooled windows of k, v, made outside the timing
 is timed as training runs it, its graph recorded; the backward pass alone, on a kept graph. Times
 are by CUDA events, the L2 cache overwritten before each call, and the GPU kept waiting until the
 call is launched: the GPU's work, not Python's. Peak memory is that of one forward and backward pass
-with inputs and gradients, over what was allocated before the inputs. TFLOP/s counts the operations
-of the definition (`problem.py`), GB/s each tensor of the call once.
+with inputs and gradients, over what was allocated before the inputs.
 
 No provider is timed before it passed `oracle.py` in this process: at a small length whole, at the
 timed length by some queries. One that fails, or cannot run, leaves a row that says why.
@@ -23,7 +22,7 @@ import argparse
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,17 +59,14 @@ def backward(provider: Provider, x: Tensors, out: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out, leaves, x["d_out"], retain_graph=True)
 
 
-def verify(provider: Provider, x: Tensors, setting: Setting, rows: Tensor | None) -> float | None:
+def verify(provider: Provider, x: Tensors, setting: Setting, rows: Tensor | None) -> float:
     """Hold the provider to its definition: all of it, or some rows and the laws. Returns the
-    largest error as a share of its budget, None where there is only a ranking. Raises WrongResult.
-    """
+    largest error as a share of its budget. Raises WrongResult."""
     every = torch.arange(setting.T, device=x["q"].device)
     picked = every if rows is None else rows
     indices = provider.indices(x, setting)
     if provider.importance is not None and indices is not None:
         oracle.check_ranking(setting, provider.importance, x, indices, picked)
-    if not provider.differentiable:
-        return None
     inputs = {name: x[name].detach() for name in (*provider.names, "d_out")}
     out = provider.call(x, setting)
     grads = dict(zip(provider.names, backward(provider, x, out), strict=True))
@@ -104,7 +100,7 @@ def spot_rows(T: int, device: torch.device) -> Tensor:
 
 def measure(
     provider: Provider, setting: Setting, seconds: float, device: torch.device
-) -> Iterator[Row]:
+) -> list[Row]:
     """A row for the forward and one for the backward pass; the provider has passed at a small
     length."""
     cuda = device.type == "cuda"
@@ -116,58 +112,36 @@ def measure(
     if cuda:
         torch.cuda.reset_peak_memory_stats()
         out = provider.call(x, setting)
-        if provider.differentiable:
-            torch.autograd.grad(out, [x[name] for name in provider.names], x["d_out"])
+        torch.autograd.grad(out, [x[name] for name in provider.names], x["d_out"])
         peak = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
         del out
 
     times = [common.time_call(lambda: provider.call(x, setting), seconds, device)]
-    flops = [float(provider.flops(setting))]
-    inputs = [x[name] for name in provider.names]
     out = provider.call(x, setting)
-    moved = [problem.nbytes(*inputs, x.get("indices"), out)]
-    if provider.differentiable:
-        times.append(common.time_call(lambda: backward(provider, x, out), seconds, device))
-        counts = [branch.count for branch in provider.branches(setting)]
-        flops.append(problem.BACKWARD * problem.attention_flops(setting, counts))
-        # besides what the forward pass moves, d_out, and gradients as large as the inputs
-        moved.append(moved[0] + problem.nbytes(x["d_out"], *inputs))
-    for direction, time, operations, n in zip(PASSES, times, flops, moved, strict=False):
-        ms = time["p50_ms"]
-        yield {
-            "pass": direction,
-            **time,
-            "tflops": float(f"{operations / ms / 1e9:.3g}"),
-            "gbps": float(f"{n / ms / 1e6:.3g}"),
-            "peak_mib": peak,
-            "error_share": None if share is None else round(share, 3),
-        }
+    times.append(common.time_call(lambda: backward(provider, x, out), seconds, device))
+    found = {"peak_mib": peak, "error_share": round(share, 3)}
+    return [{"pass": name, **time, **found} for name, time in zip(PASSES, times, strict=True)]
 
 
-class Timer:
-    """Checks and times providers, each checked once at a small length."""
+def rows_of(
+    provider: Provider, setting: Setting, small: Setting, passed: set[Any], args: argparse.Namespace
+) -> list[Row]:
+    """Rows of the forward and the backward pass, or the one that says why there are none. At a
+    small length a provider is checked once; `passed` has those that were."""
+    if (reason := provider.why_not(setting, args.device)) is not None:
+        return [{"refused": reason}]
+    rows: list[Row] = []
 
-    def __init__(self, check_length: int, seconds: float, device: torch.device) -> None:
-        self.check_length, self.seconds, self.device = check_length, seconds, device
-        self.passed = set[tuple[Provider, Setting]]()
+    def check_and_measure() -> Row:
+        if (provider, small) not in passed:
+            verify(provider, prepared(provider, small, args.device), small, None)
+            passed.add((provider, small))
+        rows.extend(measure(provider, setting, args.seconds, args.device))
+        return {}
 
-    def rows(self, provider: Provider, setting: Setting) -> list[Row]:
-        """Rows of the forward and the backward pass, or the one that says why there are none."""
-        if (reason := provider.why_not(setting, self.device)) is not None:
-            return [{"refused": reason}]
-        rows: list[Row] = []
-
-        def check_and_measure() -> Row:
-            small = dataclasses.replace(setting, T=min(setting.T, self.check_length))
-            if (provider, small) not in self.passed:
-                verify(provider, prepared(provider, small, self.device), small, None)
-                self.passed.add((provider, small))
-            rows.extend(measure(provider, setting, self.seconds, self.device))
-            return {}
-
-        failed = common.attempt(check_and_measure, self.device)
-        common.release()
-        return [failed] if failed else rows
+    failed = common.attempt(check_and_measure, args.device)
+    common.release()
+    return [failed] if failed else rows
 
 
 def ratios(row: Row, times: dict[Any, float]) -> Row:
@@ -175,15 +149,11 @@ def ratios(row: Row, times: dict[Any, float]) -> Row:
     if "p50_ms" not in row:
         return {}
     at, ms = tuple(row[name] for name in ("T", "H", "K", "pass")), row["p50_ms"]
-    times.setdefault((*at, row["provider"], row["part"]), ms)
-
-    def base(provider: str, part: str) -> float | None:
-        return times.get((*at, provider, part))
-
+    times.setdefault((*at, row["provider"]), ms)
     found: Row = {}
-    if row["part"] == "whole" and (dense := base(BASELINE, "whole")):
+    if dense := times.get((*at, BASELINE)):
         found["speedup_over_cudnn"] = round(dense / ms, 3)
-    if not is_ours(row) and (ours := base("ours", row["part"])):
+    if not is_ours(row) and (ours := times.get((*at, "ours"))):
         found["times_ours"] = round(ms / ours, 3)
     return found
 
@@ -259,24 +229,20 @@ def tiny(T: int, H: int, K: int) -> Setting:
 
 def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    names = [name for name in providers() if name != "parts"]
     lengths = [2**e for e in range(10, 18)]
     add("--lengths", type=int, nargs="+", default=lengths, metavar="T", help="1k to 128k")
     add("--heads", nargs="+", default=["64/4", "32/8", "32/32"], metavar="H/K")
     add("--head-dim", type=int, default=128, metavar="D")
     add("--strides", type=int, nargs="+", default=[1, 4, 16], help="selection_stride of ours")
-    add("--providers", nargs="*", choices=names, help="all by default")
-    add("--parts", action="store_true", help="the branches and the selection, each alone")
+    add("--providers", nargs="*", choices=[*providers()], help="all by default")
 
 
 def providers_of(args: argparse.Namespace) -> list[Provider]:
     """The baseline first: others are compared with it."""
     known, names = providers(), args.providers
     if names is None:
-        left_out = ("parts", "dense-sdpa") if args.device.type == "cuda" else ("parts",)
-        names = [name for name in known if name not in left_out]
-    names = [*names, "parts"] if args.parts else names
-    return [provider for name in known if name in names for provider in known[name]]
+        names = [name for name in known if args.device.type == "cpu" or name != "dense-sdpa"]
+    return [known[name] for name in known if name in names]
 
 
 def settings_of(args: argparse.Namespace) -> list[Setting]:
@@ -299,23 +265,23 @@ def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
     # a kept graph runs backward again and again
     torch._functorch.config.donated_buffer = False
     torch._dynamo.config.recompile_limit = 64
-    timer, times = Timer(check_length, args.seconds, args.device), dict[Any, float]()
-    chosen = providers_of(args)
+    passed, times, chosen = set[Any](), dict[Any, float](), providers_of(args)
     for setting in settings_of(args):
         for provider in chosen:
             for stride in args.strides if provider.strided else (1,):
                 if setting.s % stride:
                     continue
                 sized = dataclasses.replace(provider.sized(setting), stride=stride)
-                for row in timer.rows(provider, sized):
+                small = dataclasses.replace(sized, T=min(sized.T, check_length))
+                for row in rows_of(provider, sized, small, passed, args):
                     row = {**provider.head(), **sized.row(), **row}
                     recorder.add({**row, **ratios(row, times)})
 
 
+FIELDS = ("provider", "T", "H", "K", "selection_stride", "pass")
 BENCHMARK = common.Benchmark(
-    "attention", __doc__, options, run, ("provider", "part", "T", "H", "K", "selection_stride",
-    "pass"), TABLES, plot, required=is_ours, seconds=0.3,
-)  # fmt: skip
+    "attention", __doc__, options, run, FIELDS, TABLES, plot, required=is_ours, seconds=0.3
+)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -127,11 +127,10 @@ def grid(
     column: Key,
     cell: Callable[[dict[str, Row]], str],
     title: Key = lambda row: None,
-    is_signed: bool = True,
 ) -> str:
     """A table for each title, its lines and named columns in the order of their first rows, other
     columns sorted. A cell is drawn from the latest row of each pass; a failure takes the place of
-    older rows. Beneath, unless it is not `is_signed`, where these rows were taken."""
+    older rows. Beneath, where these rows were taken."""
     latest: dict[Any, dict[Any, dict[Any, dict[str, Row]]]] = {}
     for row in rows:
         cells = latest.setdefault(title(row), {}).setdefault(line(row), {})
@@ -151,7 +150,7 @@ def grid(
             drawn += [[str(label), *texts]] if any(texts) else []
         if len(drawn) > 1:
             tables.append(markdown(drawn) if name is None else f"{name}:\n\n{markdown(drawn)}")
-    if tables and is_signed:
+    if tables:
         by_line = [cells for lines in latest.values() for cells in lines.values()]
         used = [row for cells in by_line for passes in cells.values() for row in passes.values()]
         tables.append(machine(used))

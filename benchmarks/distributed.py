@@ -20,6 +20,7 @@ import copy
 import datetime
 import functools
 import json
+import math
 import os
 import statistics
 import sys
@@ -263,38 +264,17 @@ def communication(step: Callable[[], Any]) -> Row:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             span = float(event["ts"]), float(event["ts"]) + float(event["dur"])
             (nccl if "nccl" in event["name"].lower() else others).append(span)
-    nccl = union(nccl)
-    alone = subtract(nccl, union(others))
-    total, exposed = (sum(end - begin for begin, end in spans) for spans in (nccl, alone))
-    return {"nccl_ms": round(total / 1e3, 3), "exposed_ms": round(exposed / 1e3, 3)}
+    exposed = covered(nccl + others) - covered(others)
+    return {"nccl_ms": round(covered(nccl) / 1e3, 3), "exposed_ms": round(exposed / 1e3, 3)}
 
 
-def union(spans: Spans) -> Spans:
-    """Intervals without overlap, in order."""
-    merged: Spans = []
+def covered(spans: Spans) -> float:
+    """The length of what intervals cover together."""
+    length, reached = 0.0, -math.inf
     for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def subtract(spans: Spans, others: Spans) -> Spans:
-    """What of intervals lies in no other one; both as `union` gives them."""
-    left: Spans = []
-    i = 0
-    for begin, end in spans:
-        while i < len(others) and others[i][1] <= begin:
-            i += 1
-        at, j = begin, i
-        while j < len(others) and others[j][0] < end:
-            if others[j][0] > at:
-                left.append((at, others[j][0]))
-            at, j = max(at, others[j][1]), j + 1
-        if at < end:
-            left.append((at, end))
-    return left
+        length += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return length
 
 
 # tables

@@ -257,12 +257,6 @@ def digits_found(model: Transformer, text: np.ndarray, contexts: int, cfg: Names
 DENSE = "dense"
 # at most four lines a panel
 DRAWN = ("dense", "paper's ranking, means", "1088 keys, blocks of 32", "MLP over windows of 8")
-# of different sizes
-SIZED = (
-    *("MLP over windows of 8", "MLP over windows of 8, 8 apart", "paper's ranking, means"),
-    *("1088 keys, blocks of 16", "1088 keys, blocks of 32", "1088 keys"),
-    *("one softmax, max of tokens, rotated", "window"),
-)
 
 
 def bits(row: Row) -> float:
@@ -412,40 +406,7 @@ def table_of_text(text: str, rows: Sequence[Row]) -> str:
     return "\n\n".join([*parts, where + common.machine(used)])
 
 
-def sizes(row: Row) -> list[str]:
-    """l, d, s, blocks and w + 1 of the branches that a model has."""
-    settings = row["settings"]
-    branches = settings.get("branches", ["compressed", "selected", "window"])
-    counts = (settings[f"num_{kind}_blocks"] for kind in ("initial", "local", "selected"))
-    cells = [str(settings["compress_block_size"]), str(settings["compress_block_sliding_stride"])]
-    cells += [str(settings["selection_block_size"]), " + ".join(map(str, counts))]
-    if branches == ["window"]:
-        cells = [""] * len(cells)
-    return [*cells, str(settings["sliding_window_size"] + 1) if "window" in branches else ""]
-
-
-def table_of_sizes(rows: Sequence[Row]) -> str:
-    """What models of different sizes learn at each length, minus what dense attention does."""
-    lengths = by_length(rows)
-    if not lengths:
-        return NO_ROWS
-    keys_at = f"keys a query, T = {min(lengths)}"
-    head = ["variant", "l", "d", "s", "initial + local + n", "w + 1", keys_at]
-    lines = [[*head, *(f"minus dense, T = {T}" for T in lengths)]]
-    for name in SIZED:
-        found = [variants[name] for variants in lengths.values() if name in variants]
-        if found:
-            cells = [name, *sizes(found[0][0]), keys(found[0][0])]
-            for variants in lengths.values():
-                cells.append(minus_dense(variants.get(name, []), variants.get(DENSE, [])))
-            lines.append(cells)
-    return common.markdown(lines)
-
-
-TABLES = {
-    common.RESULTS / "training.md": {"learning": table_of_runs},
-    common.ROOT / "docs" / "sizes.md": {"learning_sizes": table_of_sizes},
-}
+TABLES = {common.RESULTS / "training.md": {"learning": table_of_runs}}
 
 
 def plot(rows: Sequence[Row]) -> None:

@@ -1,8 +1,7 @@
-"""The problem that is timed: its settings, its random inputs, and what it counts."""
+"""The problem that is timed: its settings and its random inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -88,30 +87,3 @@ def draw(setting: Setting, names: tuple[str, ...], device: torch.device, seed: i
     x["branch_gates"] = x["branch_gates"].sigmoid()
     x |= {"ck": pooled(x["k"], c.l, c.d), "cv": pooled(x["v"], c.l, c.d)}
     return {name: x[name] for name in names}
-
-
-# what is counted
-
-
-def attention_flops(setting: Setting, seen: list[Callable[[Tensor], Tensor]]) -> int:
-    """Forward: two products, of 2 D operations each, for every head and every key that a query
-    sees; `seen` says how many query i sees in each branch."""
-    i = torch.arange(setting.T)
-    pairs = sum(int(count(i).sum()) for count in seen)
-    return 4 * setting.D * setting.H * pairs
-
-
-def scoring_flops(setting: Setting, importance: str) -> int:
-    """One product of a ranking query with each window that it sees: for `logits` the mean query of
-    a group, as for `max`; for `probs` every head (whose softmax also needs every window)."""
-    leaders = torch.arange(0, setting.T, setting.stride)
-    pairs = int((leaders // setting.d).sum())
-    return 2 * setting.D * (setting.H if importance == "probs" else setting.K) * pairs
-
-
-BACKWARD = 2.5  # five products where the forward pass has two
-
-
-def nbytes(*tensors: Tensor | None) -> int:
-    """Each tensor of a call read or written once: the least that any kernel moves."""
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)

@@ -24,16 +24,13 @@ class Provider:
     """One way to compute one thing.
 
     names:        inputs, each of which gets a gradient
-    part:         "whole", or the branch of ours that it is or stands against
     importance:   the rule whose ranking is checked
     factor:       of the error budget; peers get twice ours, for roundings that are their own
     """
 
     name = ""
-    part = "whole"
     names: tuple[str, ...] = ("q", "k", "v")
     importance: str | None = None
-    differentiable = True
     strided = False  # whether selection_stride means anything to it
     devices: tuple[str, ...] = ("cpu", "cuda")
     factor = 4.0
@@ -42,7 +39,7 @@ class Provider:
     def head(self) -> dict[str, Any]:
         """What tells it from others in a row."""
         note = {"note": self.note} if self.note else {}
-        return {"provider": self.name, "part": self.part, **note}
+        return {"provider": self.name, "part": "whole", **note}
 
     def sized(self, setting: Setting) -> Setting:
         """The setting with the provider's own sizes."""
@@ -63,12 +60,7 @@ class Provider:
 
     def indices(self, x: Tensors, setting: Setting) -> Tensor | None:
         """The blocks that the call selects, [1 T K n]."""
-        return x.get("indices")
-
-    def flops(self, setting: Setting) -> int:
-        """Of the forward pass."""
-        counts = [branch.count for branch in self.branches(setting)]
-        return problem.attention_flops(setting, counts)
+        return None
 
 
 # this library
@@ -106,9 +98,6 @@ class Ours(Provider):
 
     def branches(self, setting: Setting) -> list[Branch]:
         return our_branches(setting)
-
-    def flops(self, setting: Setting) -> int:
-        return super().flops(setting) + problem.scoring_flops(setting, str(self.importance))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,64 +159,6 @@ ONE_SOFTMAX: dict[str, Form] = {
     "one-softmax-index": Form("max", (32, 16), index=True),
     "one-softmax-stages": Form("max", (16, 16), groups=16),
 }
-
-
-class OursCompressed(Provider):
-    name, part, names, factor = "ours", "compressed", ("q", "ck", "cv"), 2.0
-
-    def call(self, x: Tensors, setting: Setting) -> Tensor:
-        q, ck, cv = (x[name] for name in self.names)
-        return nsa.compressed_attention(q, ck, cv, compress_block_sliding_stride=setting.d)
-
-    def branches(self, setting: Setting) -> list[Branch]:
-        return [oracle.behind(setting.d)]
-
-
-class OursSelect(Provider):
-    """The ranking alone, which has no gradient here."""
-
-    part, names, strided, differentiable = "select", ("q", "ck"), True, False
-
-    def __init__(self, name: str = "ours", importance: str = "logits") -> None:
-        self.name, self.importance = name, importance
-
-    def call(self, x: Tensors, setting: Setting) -> Tensor:
-        q, ck = x["q"].detach(), x["ck"].detach()
-        return nsa.select_blocks(q, ck, importance=self.importance, **setting.ranking)
-
-    def indices(self, x: Tensors, setting: Setting) -> Tensor:
-        return self.call(x, setting)
-
-    def flops(self, setting: Setting) -> int:
-        return problem.scoring_flops(setting, str(self.importance))
-
-
-class OursSelected(Provider):
-    """The selected branch for the indices of the ranking."""
-
-    name, part, strided, factor = "ours", "selected", True, 2.0
-
-    def prepare(self, x: Tensors, setting: Setting) -> None:
-        q, ck = x["q"].detach(), problem.pooled(x["k"].detach(), setting.l, setting.d)
-        x["indices"] = nsa.select_blocks(q, ck, **setting.ranking)
-
-    def call(self, x: Tensors, setting: Setting) -> Tensor:
-        inputs = (x[name] for name in (*self.names, "indices"))
-        return nsa.selected_attention(*inputs, selection_block_size=setting.s, **setting.forced)
-
-    def branches(self, setting: Setting) -> list[Branch]:
-        return [oracle.chosen(setting.s, setting.n, setting.initial, setting.local)]
-
-
-class OursWindow(Provider):
-    name, part, factor = "ours", "window", 2.0
-
-    def call(self, x: Tensors, setting: Setting) -> Tensor:
-        q, k, v = (x[name] for name in self.names)
-        return nsa.sliding_window_attention(q, k, v, sliding_window_size=setting.w)
-
-    def branches(self, setting: Setting) -> list[Branch]:
-        return [oracle.window(setting.w)]
 
 
 # PyTorch
@@ -302,21 +233,14 @@ class FlashLinearAttention(Provider):
         return [pooled, oracle.chosen(s, blocks - 1, gate=1)]
 
 
-def providers() -> dict[str, list[Provider]]:
-    """By the name on the command line; those of "parts" are timed with --parts."""
+def providers() -> dict[str, Provider]:
+    """By the name on the command line."""
     return {
-        "dense-cudnn": [Dense("dense-cudnn", SDPBackend.CUDNN_ATTENTION)],
-        "dense-flash": [Dense("dense-flash", SDPBackend.FLASH_ATTENTION)],
-        "dense-sdpa": [Dense("dense-sdpa", None)],
-        "ours": [Ours()],
-        "ours-probs": [Ours("ours-probs", "probs")],
-        **{name: [OneSoftmax(name, form)] for name, form in ONE_SOFTMAX.items()},
-        "fla": [FlashLinearAttention()],
-        "parts": [
-            OursCompressed(),
-            OursSelect(),
-            OursSelect("ours-probs", "probs"),
-            OursSelected(),
-            OursWindow(),
-        ],
+        "dense-cudnn": Dense("dense-cudnn", SDPBackend.CUDNN_ATTENTION),
+        "dense-flash": Dense("dense-flash", SDPBackend.FLASH_ATTENTION),
+        "dense-sdpa": Dense("dense-sdpa", None),
+        "ours": Ours(),
+        "ours-probs": Ours("ours-probs", "probs"),
+        **{name: OneSoftmax(name, form) for name, form in ONE_SOFTMAX.items()},
+        "fla": FlashLinearAttention(),
     }

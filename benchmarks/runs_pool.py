@@ -52,7 +52,7 @@ from training.runs import locked, write
 from . import common
 from .common import Row
 from .recipe import Recipe, build_optimizers, set_rate
-from .variants import Settings, parsed
+from .variants import Settings
 
 SPEC, CHECKPOINT, WEIGHTS = "spec.json", "checkpoint.pt", "weights.pt"
 ROW = "row.json"
@@ -348,20 +348,18 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--work", type=Path, help="directory of the runs, on a local disk; a next call continues")
     add("--deadline", type=float, default=math.inf, help="seconds, after which a run stops")
     add("--variants", nargs="+", metavar="NAME", help="or patterns such as '1088*'; all by default")
-    add("--variant", action="append", default=[], metavar="NAME=JSON", help="one more, of settings")
     add("--seeds", type=int, nargs="+", help="0 1 2 by default")
     add("--lrs", type=float, nargs="+", help="learning rates that the first seed tries")
 
 
 def variants_of(args: Namespace, known: dict[str, Settings]) -> dict[str, Settings]:
     """Raises ValueError for a name that is not known."""
-    more = dict(map(parsed, args.variant))
     found = dict[str, Settings]()
-    for pattern in args.variants or ([] if more else ["*"]):
+    for pattern in args.variants or ["*"]:
         if not (names := [name for name in known if fnmatchcase(name, pattern)]):
             raise ValueError(f"variants must be some of {', '.join(known)}, got {pattern!r}")
         found |= {name: known[name] for name in names}
-    return found | more
+    return found
 
 
 @contextmanager

@@ -12,7 +12,6 @@ A variant is a dict of JSON values: arguments of SparseAttention, and of these k
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -113,18 +112,6 @@ def scaled(settings: Settings, factor: int) -> Settings:
     if "sliding_window_size" in found:
         found["sliding_window_size"] = max(1, (found["sliding_window_size"] + 1) // factor - 1)
     return found
-
-
-def parsed(text: str) -> tuple[str, Settings]:
-    """A variant given as NAME=JSON. Raises ValueError: `variant` has another form."""
-    name, _, content = text.partition("=")
-    try:
-        settings = json.loads(content)
-    except ValueError:
-        settings = None
-    if not (name and isinstance(settings, dict)):
-        raise ValueError(f"variant must be NAME=JSON object, got {text!r}")
-    return name, settings
 
 
 def check(name: str, settings: Settings, shape: dict[str, Any]) -> None:

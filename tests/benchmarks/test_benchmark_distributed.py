@@ -98,14 +98,11 @@ def test_measured_rows_set_the_speed():
     assert "/ 1.60 s, 95%, 90 ms" in scaling.comparison([alone, both])
 
 
-def test_exposed_intervals():
-    """What of 0 to 10 and 20 to 30 lies outside of 2 to 4, 3 to 5, 9 to 22 and 26."""
-    others = distributed.union([(9, 22), (2, 4), (3, 5), (26, 26)])
-    assert others == [(2, 5), (9, 22), (26, 26)]
-    spans = distributed.union([(20, 30), (0, 10)])
-    found = distributed.subtract(spans, others)
-    assert sum(end - begin for begin, end in found) == 2 + 4 + 8
-    assert distributed.subtract(spans, []) == spans and distributed.subtract([], spans) == []
+def test_covered_intervals():
+    spans = [(9, 22), (2, 4), (3, 5), (26, 26)]
+    assert distributed.covered(spans) == 3 + 13
+    assert distributed.covered([*spans, (20, 30), (0, 10)]) == 30
+    assert distributed.covered([]) == 0
 
 
 def test_table():

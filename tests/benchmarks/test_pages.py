@@ -16,7 +16,7 @@ MODULES = {name: importlib.import_module(f"benchmarks.{name}") for name in NAMES
 FAST = ["--seconds", "1e-4"]
 # module, options, fields of every row that was measured, how many rows were
 QUICK = [
-    ("attention", [*FAST, "--parts"], ["p50_ms", "tflops"], 42),
+    ("attention", FAST, ["p50_ms", "error_share"], 30),
     ("decode", [*FAST, "--new", "1", "2"], ["p50_us", "gbps", "error_share"], 18),
     ("distillation", [], ["loss", "above", "found"], 6),
     pytest.param("generation", [], ["prefill_ms", "dynamic_over_sdpa"], 7, marks=pytest.mark.slow),
@@ -123,8 +123,7 @@ BAD = [
     ("generation", ["--s", "48"], "s must divide 64, 512 and 512, got 48"),
     ("generation", ["--forms", "dense"], "forms must be of sdpa, max of 64, .*, got dense"),
     ("generation", ["--new-tokens", "9"], "new_tokens must be at least 10, got 9"),
-    ("learning", ["--quick", "--variant", "name"], "variant must be NAME=JSON"),
-    ("learning", ["--quick", "--variant", 'x={"nothing": 1}'], "variant x: .* argument 'nothing'"),
+    ("learning", ["--quick", "--recipe", "old,nothing=1"], "variant dense: .* argument 'nothing'"),
     ("learning", ["--work", "w"], "data must be given to train"),
     ("pretrained", ["--windows", "0"], "windows must be at least 1, got 0"),
     ("pretrained", ["--lengths", "200"], "lengths must be at least 256, got 200"),
