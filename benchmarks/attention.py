@@ -274,7 +274,7 @@ def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
                 sized = dataclasses.replace(provider.sized(setting), stride=stride)
                 small = dataclasses.replace(sized, T=min(sized.T, check_length))
                 for row in rows_of(provider, sized, small, passed, args):
-                    row = {**provider.head(), **sized.row(), **row}
+                    row = {"provider": provider.name, "part": "whole", **sized.row(), **row}
                     recorder.add({**row, **ratios(row, times)})
 
 

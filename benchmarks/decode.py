@@ -34,7 +34,7 @@ from .attention import BASELINE, CHECK_LENGTH, PAGE
 from .attention import PLOT as PLOT_OF_ATTENTION
 from .common import Row, WrongResult, number
 from .oracle import Branch
-from .problem import GROUP, Setting, Tensors
+from .problem import Setting, Tensors
 from .providers import ONE_SOFTMAX, Form, our_branches
 
 STORED = ("k", "v", "ck", "cv")
@@ -92,25 +92,6 @@ def windows_of(tokens: Tensor, step: Step) -> Tensor:
     return windows
 
 
-# bytes
-
-
-def tokens_read(step: Step) -> int:
-    """Tokens of a row that one KV head must read in the selected branch and the window: the window
-    and the local blocks of all new queries once, the initial blocks, and the n scored ones of each
-    query (as many as there can be), as if none of these lay in the window."""
-    c, (first, last) = step.setting, (step.positions[0], step.positions[-1])
-    near = min(max(0, first - c.w), max(0, (first // c.s - c.local + 1) * c.s))
-    candidates = max(0, last // c.s - max(c.local, 1) + 1 - c.initial)
-    return last + 1 - near + min(step.T * c.n, candidates) * c.s + min(c.initial * c.s, near)
-
-
-def bytes_of(step: Step, entries: int) -> int:
-    """A key and a value of so many tokens or windows of each row and KV head; q and the output."""
-    c = step.setting
-    return 2 * step.B * c.D * c.dtype.itemsize * (c.K * entries + step.T * c.H)
-
-
 # providers
 
 
@@ -143,10 +124,6 @@ class Ours:
     def branches(self, step: Step) -> list[Branch]:
         return our_branches(step.setting)
 
-    def bytes(self, step: Step) -> int:
-        """Every window that the last query sees, and some of the tokens."""
-        return bytes_of(step, step.positions[-1] // step.setting.d + tokens_read(step))
-
 
 class OneSoftmax(Ours):
     """The selected branch alone, as in `providers.OneSoftmax`."""
@@ -174,14 +151,6 @@ class OneSoftmax(Ours):
     def branches(self, step: Step) -> list[Branch]:
         c = step.setting
         return [oracle.chosen(c.s, c.n, c.initial, c.local)]
-
-    def bytes(self, step: Step) -> int:
-        """The key of every window, of tokens in groups that are kept, and some of the tokens."""
-        c, last = step.setting, step.positions[-1]
-        ranked = last // c.d + min(c.groups * GROUP * c.s, last)
-        keys = bytes_of(step, ranked) - bytes_of(step, 0)
-        keys //= 2 * (step.setting.K if self.form.index else 1)
-        return keys + bytes_of(step, tokens_read(step))
 
 
 class Paged(Ours):
@@ -235,9 +204,6 @@ class Dense(Ours):
 
     def branches(self, step: Step) -> list[Branch]:
         return [oracle.window(None)]
-
-    def bytes(self, step: Step) -> int:
-        return bytes_of(step, step.S)
 
 
 # the baseline first: others are compared with it
@@ -354,10 +320,7 @@ def measure(provider: Ours, x: Tensors, step: Step, seconds: float, device: torc
     share = verify(provider, x, step, out, queries)
     time = common.time_call(replay, seconds, device, clean=True)
     us = {f"{name}_us": round(1e3 * time[f"{name}_ms"], 2) for name in ("p20", "p50", "p80")}
-    read = provider.bytes(step)
-    gbps = float(f"{read / us['p50_us'] / 1e3:.3g}")
-    counts = {"repeats": time["repeats"], "bytes": read, "gbps": gbps}
-    return {**us, **counts, "error_share": round(share, 3)}
+    return {**us, "repeats": time["repeats"], "error_share": round(share, 3)}
 
 
 # tables
@@ -370,13 +333,13 @@ def title(row: Row) -> str:
 def cell(passes: dict[str, Row]) -> str:
     (row,) = passes.values()
     speedup = number(row.get("speedup_over_cudnn"))
-    return f"{number(row.get('p50_us'))} ({speedup}); {row.get('gbps', 0):.0f}"
+    return f"{number(row.get('p50_us'))} ({speedup})"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Microseconds, the speed-up over dense cuDNN, and the bandwidth reached."""
+    """Microseconds, and the speed-up over dense cuDNN."""
     timed = [row for row in rows if "p50_us" in row or "failed" in row]
-    head = "µs (times as fast as dense cuDNN); GB/s"
+    head = "µs (times as fast as dense cuDNN)"
     return common.grid(timed, head, lambda row: row["provider"], lambda row: row["S"], cell, title)
 
 

@@ -51,9 +51,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128, vocab_size=128256,
     ),
+    "llama-1b": dict(
+        num_hidden_layers=16, hidden_size=2048, intermediate_size=8192, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, vocab_size=32000,
+    ),
     "tiny": dict(
         num_hidden_layers=2, hidden_size=96, intermediate_size=128, num_attention_heads=6,
         num_key_value_heads=2, head_dim=16, vocab_size=256,
+        initializer_range=0.3,  # attention that is not uniform
     ),
 }  # fmt: skip
 BASELINE = "sdpa"

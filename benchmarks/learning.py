@@ -305,14 +305,7 @@ def text_name(row: Row) -> str:
     return row["data"].get("name", row["data"]["sha256"][:12])
 
 
-def by_length(rows: Sequence[Row]) -> dict[int, Variants]:
-    """Of `by_text` the runs with the text of the last one: at each length those of every variant,
-    by bits per byte."""
-    texts = by_text(rows)
-    return variants_by_length(texts[text_name(trained(rows)[-1])]) if texts else {}
-
-
-def variants_by_length(runs: Sequence[Row]) -> dict[int, Variants]:
+def by_length(runs: Sequence[Row]) -> dict[int, Variants]:
     lengths = sorted({row["T"] for row in runs})
     return {T: by_variant([row for row in runs if row["T"] == T], bits) for T in lengths}
 
@@ -393,7 +386,7 @@ def table_of_runs(rows: Sequence[Row]) -> str:
 
 def table_of_text(text: str, rows: Sequence[Row]) -> str:
     parts, used, last = [], list[Row](), rows[-1]
-    for T, variants in variants_by_length(rows).items():
+    for T, variants in by_length(rows).items():
         lines = list[list[str]]()
         for name, runs in variants.items():
             cells = cells_of(runs, variants.get(DENSE, []))
@@ -410,9 +403,9 @@ TABLES = {common.RESULTS / "training.md": {"learning": table_of_runs}}
 
 
 def plot(rows: Sequence[Row]) -> None:
-    """Bits per byte against the position, at each length."""
+    """Bits per byte against the position, at each length, of the text of the last run."""
     panels: dict[str, dict[str, dict[float, float]]] = {}
-    for T, variants in by_length(rows).items():
+    for T, variants in by_length(by_text(rows)[text_name(trained(rows)[-1])]).items():
         curves = panels.setdefault(f"held-out text, T = {length(T)}", {})
         for name in DRAWN:
             for position in variants[name][0]["bits"]["positions"] if name in variants else ():

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .generation import network_of
+
 # of the function that transformers calls instead of its own attention
 INTERFACE = "blocks_of_keys"
 # text by what a file is named
@@ -124,16 +126,8 @@ def load(path: Path | None, device: torch.device) -> Network:
 
 def tiny(device: torch.device) -> Network:
     """Random weights in the form of the real ones (3 query heads for each KV head), on bytes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=96, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=6, num_key_value_heads=2, head_dim=16, max_position_embeddings=1024,
-        initializer_range=0.3,  # attention that is not uniform
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    return Network(LlamaForCausalLM(config).to(device), lambda text: list(text.encode()))
+    network = network_of("tiny", None, device, torch.float32)
+    return Network(network, lambda text: list(text.encode()))
 
 
 # texts

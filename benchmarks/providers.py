@@ -34,12 +34,6 @@ class Provider:
     strided = False  # whether selection_stride means anything to it
     devices: tuple[str, ...] = ("cpu", "cuda")
     factor = 4.0
-    note = ""
-
-    def head(self) -> dict[str, Any]:
-        """What tells it from others in a row."""
-        note = {"note": self.note} if self.note else {}
-        return {"provider": self.name, "part": "whole", **note}
 
     def sized(self, setting: Setting) -> Setting:
         """The setting with the provider's own sizes."""
@@ -190,7 +184,6 @@ class FlashLinearAttention(Provider):
 
     name, module, devices = "fla", "fla.ops.nsa.parallel", ("cuda",)
     names = ("q", "k", "v", "branch_gates")
-    note = "d = l = s, no window, pooling included"
 
     def why_not(self, setting: Setting, device: torch.device) -> str | None:
         if setting.G < 16 or setting.G & (setting.G - 1):

@@ -270,7 +270,7 @@ def test_tables_keep_recipes_and_texts_apart():
     assert learning.reach(rows[1]) == pytest.approx(0.5 - (256 * 2 + 512 * 1.4) / 768)
     assert learning.reach(rows[1] | dict(T=2048)) is None
     assert {n: len(runs) for n, runs in learning.by_text(rows).items()} == {"a": 2, "b": 2}
-    (variant,) = learning.by_length(rows)[4096].values()
+    (variant,) = learning.by_length(learning.by_text(rows)["b"])[4096].values()
     assert [row["data"]["name"] for row in variant] == ["b", "b"]
     lines = learning.table_of_recipes(rows).splitlines()
     assert len(lines) == 5 and "| muon | 0.1 | 2 | 1.580 ± 0.000 | -1.100 ± 0.000 |" in lines[2]

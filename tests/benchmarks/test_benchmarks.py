@@ -8,7 +8,6 @@ import torch
 
 from benchmarks import against, attention, clock, common, decode, oracle
 from benchmarks.oracle import WrongResult
-from benchmarks.problem import Setting
 from benchmarks.providers import Dense, Ours
 from benchmarks.providers import providers as known_providers
 from native_sparse_attention import native_sparse_attention
@@ -189,26 +188,6 @@ def test_selected_blocks_are_read_off_the_output():
     uneven[0, 0, 0, 5] = True
     with pytest.raises(WrongResult, match="heads of a group"):
         decode.block_indices(uneven, STEP)
-
-
-def test_bytes_by_hand():
-    """s=16, n=3, 1 initial and 2 local blocks, a window of 32 keys, d=4, fp32."""
-    setting = attention.tiny(320, 4, 2)
-    one, two = decode.Step(setting, 1), decode.Step(setting, 5, T=2)
-    # the query at 319: keys 288 .. 319, which are the local blocks too, 3 blocks, the initial one
-    assert decode.tokens_read(one) == 32 + 3 * 16 + 16
-    # and 318: its window begins at 287; 6 blocks
-    assert decode.tokens_read(two) == 33 + 6 * 16 + 16
-    # query and output of 4 heads; 79 windows end before the query
-    assert decode.Ours("", "logits").bytes(one) == 4 * 16 * (2 * 4 + 2 * 2 * (96 + 79))
-    assert decode.Dense("").bytes(two) == 5 * 4 * 16 * (2 * 2 * 4 + 2 * 2 * 320)
-    # few tokens: the local blocks are all there is
-    assert decode.tokens_read(decode.Step(dataclasses.replace(setting, T=32), 1)) == 32
-    # what the project decodes
-    project = decode.Step(Setting(65536), 16)
-    assert decode.tokens_read(project) == 512 + 13 * 64 + 64
-    dense, ours = (p.bytes(project) for p in (decode.PROVIDERS[0], decode.PROVIDERS[1]))
-    assert 11 < dense / ours < 12
 
 
 # layers
