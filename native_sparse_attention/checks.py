@@ -49,6 +49,11 @@ def describe(value: Any) -> str:
     return text if len(text) <= 80 else f"{type(value).__name__} {text[:60]}..."
 
 
+def refusal(name: str, expected: str, value: Any = None, *, got: str = "") -> ValueError:
+    """The error of an argument: its name, what was expected, and the value or what `got` tells."""
+    return ValueError(f"{name} must be {expected}, got {got or describe(value)}")
+
+
 # keywords
 
 
@@ -71,7 +76,7 @@ def check_keywords(keywords: Iterable[str], accepted: Iterable[str]) -> None:
 
 def check_type(name: str, value: Any, kind: type, expected: str) -> None:
     if not isinstance(value, kind):
-        raise ValueError(f"{name} must be {expected}, got {describe(value)}")
+        raise refusal(name, expected, value)
 
 
 def check_model(model: Any) -> None:
@@ -86,7 +91,7 @@ def check_generator(generator: Any) -> None:
 def check_callable(name: str, function: Any, signature: str, required: bool = False) -> None:
     if (function is not None or required) and not callable(function):
         expected = f"a function of {signature}" + ("" if required else " or None")
-        raise ValueError(f"{name} must be {expected}, got {describe(function)}")
+        raise refusal(name, expected, function)
 
 
 def check_device(name: str, device: Any) -> torch.device:
@@ -94,13 +99,12 @@ def check_device(name: str, device: Any) -> torch.device:
     try:
         return torch.device(f"cuda:{device}" if type(device) is int else device)
     except (RuntimeError, TypeError) as error:
-        expected = "a torch.device or the name of one"
-        raise ValueError(f"{name} must be {expected}, got {describe(device)}") from error
+        raise refusal(name, "a torch.device or the name of one", device) from error
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...] | Mapping[str, Any]) -> None:
     if not isinstance(value, (str, bool, torch.dtype)) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        raise refusal(name, f"one of {', '.join(map(repr, choices))}", value)
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -109,7 +113,7 @@ def check_bool(name: str, value: Any) -> bool:
         return value
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
-    raise ValueError(f"{name} must be True or False, got {describe(value)}")
+    raise refusal(name, "True or False", value)
 
 
 def check_bools(**values: Any) -> tuple[bool, ...]:
@@ -134,9 +138,7 @@ def check_int(name: str, value: Any, minimum: int, limit: int = TOO_LARGE) -> in
     number = as_int(value)
     if number is None or not (isinstance(number, torch.SymInt) or minimum <= number < limit):
         end = f" and below {limit}" if number is not None and number >= limit else ""
-        raise ValueError(
-            f"{name} must be an integer of at least {minimum}{end}, got {describe(value)}"
-        )
+        raise refusal(name, f"an integer of at least {minimum}{end}", value)
     return number
 
 
@@ -147,7 +149,7 @@ def check_ints(minimum: int, **values: Any) -> tuple[int, ...]:
 def check_layers(name: str, layers: Any, count: int) -> list[int]:
     """Indices of `count` layers, in order and counted from 0."""
     if not isinstance(layers, Sequence) or isinstance(layers, str):
-        raise ValueError(f"{name} must be a list of indices of layers, got {describe(layers)}")
+        raise refusal(name, "a list of indices of layers", layers)
     return sorted({check_int(name, index, -count, count) % count for index in layers})
 
 
@@ -180,7 +182,7 @@ def check_number(
     except OverflowError:
         number = math.nan
     if not minimum <= number <= maximum:
-        raise ValueError(f"{name} must be {expected}, got {describe(value)}")
+        raise refusal(name, expected, value)
     return number
 
 
@@ -222,7 +224,7 @@ def check_input(inp: Any, dim: int, linear: Any, name: str = "inp") -> None:
     """Check an input [b, n, dim] of the dtype of the layer's weights. Weights of a wrapper that
     shards or casts them are not compared."""
     if not isinstance(inp, Tensor) or inp.dtype not in FLOAT_DTYPES:
-        raise ValueError(f"{name} must be a tensor of floating dtype, got {describe(inp)}")
+        raise refusal(name, "a tensor of floating dtype", inp)
     if inp.ndim != 3 or inp.shape[-1] != dim:
         raise ValueError(f"{name} must have shape [b, n, {dim}], got {list(inp.shape)}")
     weight = getattr(linear, "weight", None)
@@ -243,8 +245,8 @@ def check_ids(name: str, ids: Any, embedding: nn.Module) -> Tensor:
     if not isinstance(ids, Tensor) or ids.dtype not in INTEGER_DTYPES:
         hint = f": give {name}.long()" if isinstance(ids, Tensor) else ""
         hint = f": give torch.tensor({name})" if isinstance(ids, (list, tuple)) else hint
-        expected = "a tensor of integers of shape [b, n]"
-        raise ValueError(f"{name} must be {expected}, got {describe(ids)}{hint}")
+        got = f"{describe(ids)}{hint}"
+        raise refusal(name, "a tensor of integers of shape [b, n]", got=got)
     if ids.ndim != 2:
         raise ValueError(f"{name} must have shape [b, n], got {list(ids.shape)}")
     ids, size = ids.long(), getattr(embedding, "num_embeddings", None)
@@ -254,7 +256,7 @@ def check_ids(name: str, ids: Any, embedding: nn.Module) -> Tensor:
     smallest, largest = (int(t) for t in ids.aminmax())
     if smallest < 0 or largest >= size:
         wrong = smallest if smallest < 0 else largest
-        raise ValueError(f"{name} must be token ids from 0 to {size - 1}, got {wrong}")
+        raise refusal(name, f"token ids from 0 to {size - 1}", wrong)
     return ids
 
 
@@ -287,13 +289,10 @@ def check_shapes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
                 first = tensors[owner][0]
                 is_swapped = index in (1, 2) and first.ndim == 4 and first.shape[3 - index] == size
                 hint = f". {HINT}" if is_swapped else ""
-                raise ValueError(
-                    f"{name} has {axis}={size} but {owner} has {axis}={expected}{hint}"
-                )
+                got = f"{name} has {axis}={size} but {owner} has {axis}={expected}{hint}"
+                raise ValueError(got)
             if axis in NEVER_EMPTY and size == 0:
-                raise ValueError(
-                    f"{name} must have {axis} of at least 1 in its shape [{spec}], got {shape}"
-                )
+                raise ValueError(f"{name} must have {axis} of at least 1 in [{spec}], got {shape}")
     return {axis: size for axis, (size, _) in sizes.items()}
 
 
@@ -332,7 +331,7 @@ def check_tensor(
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         kind = "integers" if dtypes == INTEGER_DTYPES else kinds
         shaped = "" if shape is None else f" of shape {list(shape)}"
-        raise ValueError(f"{name} must be {kind}{shaped} on {device}, got {describe(tensor)}")
+        raise refusal(name, f"{kind}{shaped} on {device}", tensor)
 
 
 def check_broadcasts(
@@ -369,8 +368,7 @@ def check_bounds(
         is_on_host = isinstance(value, Tensor) and value.device.type == "cpu"
         check_tensor(name, value, dtypes, torch.device("cpu") if is_on_host else device, rows)
     if cu_seqlens is not None and (cu_seqlens.ndim != 1 or len(cu_seqlens) == 0):
-        got = list(cu_seqlens.shape)
-        raise ValueError(f"cu_seqlens must be a tensor [documents + 1], got shape {got}")
+        raise refusal("cu_seqlens", "a tensor [documents + 1]", cu_seqlens)
     if cu_seqlens is not None and shape[0] != 1:
         raise ValueError(
             f"cu_seqlens needs one row of packed documents, got a batch of {shape[0]}: give "
@@ -385,12 +383,12 @@ def check_documents(
     if documents is None:
         return
     if getattr(documents, "_fields", None) != ("first", "last"):
-        raise ValueError(f"documents must be varlen.Documents, got {describe(documents)}")
+        raise refusal("documents", "varlen.Documents", documents)
     for name, t in (("documents.first", documents.first), ("documents.last", documents.last)):
         check_given(**{name: t})
         check_tensor(name, t, INDEX_DTYPES, device, shape)
     if isinstance(q_offset, Tensor):
-        raise ValueError(f"q_offset must be an integer with documents, got {describe(q_offset)}")
+        raise refusal("q_offset", "an integer with documents", q_offset)
 
 
 def check_rows(
@@ -459,10 +457,8 @@ def check_branches(branches: Any) -> tuple[str, ...]:
     requested = branches if isinstance(branches, (tuple, list)) else ()
     names = tuple(name for name in BRANCHES if name in requested)
     if not requested or len(names) != len(requested):
-        raise ValueError(
-            f"branches must be some of {', '.join(map(repr, BRANCHES))}, each once, "
-            f"got {describe(branches)}"
-        )
+        expected = f"some of {', '.join(map(repr, BRANCHES))}, each once"
+        raise refusal("branches", expected, branches)
     return names
 
 
@@ -478,7 +474,7 @@ def check_any_offset(
         check_tensor("q_offset", q_offset, INDEX_DTYPES, device, (B,))
         return q_offset.long().contiguous()
     if as_int(q_offset) is None:
-        raise ValueError(f"q_offset must be an int or a tensor [{B}], got {describe(q_offset)}")
+        raise refusal("q_offset", f"an int or a tensor [{B}]", q_offset)
     return check_int("q_offset", q_offset, minimum)
 
 

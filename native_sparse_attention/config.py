@@ -29,6 +29,7 @@ from .checks import (
     check_number,
     check_positive,
     check_scale,
+    refusal,
 )
 from .presets import RECOMMENDED, preset
 
@@ -44,6 +45,33 @@ GIVEN: dict[str, Any] = dict(
     importance="given", use_diff_topk=False, interpolated_importance_score=False,
     num_selected_groups=0, ranking_bits=16,
 )  # fmt: skip
+
+# what settings go with, where they are not at their defaults
+WITHOUT_COMPRESSED = ("selected",), ("window",), ("selected", "window")
+NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "interpolated_importance_score": dict(importance=("logits",)),
+    "use_diff_topk": dict(importance=IMPORTANCE_RULES),
+    "dense_length": dict(branches=(("selected",),)),
+    "ranking_bits": dict(
+        importance=("max",), causal=(True,), use_diff_topk=(False,), num_selected_groups=(0,),
+        branches=WITHOUT_COMPRESSED,
+    ),
+    "num_selected_groups": dict(
+        importance=("max", "logits"), causal=(True,), use_diff_topk=(False,),
+        interpolated_importance_score=(False,), branches=WITHOUT_COMPRESSED,
+    ),
+}  # fmt: skip
+# of layers, and of those that rank by an index
+LAYER_NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "rank_rotated": dict(branches=WITHOUT_COMPRESSED),
+    "num_selected_groups": dict(rank_rotated=(True,), importance=("max", "logits")),
+}
+INDEX_NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "importance": dict(
+        branches=WITHOUT_COMPRESSED, use_diff_topk=(False,), ranking_bits=(16,),
+        query_heads_share_selected_kv=(True,),
+    ),
+}  # fmt: skip
 
 # by "index", a block's score from those of its windows: the rule of that name
 INDEX_RULES = {"max": "max", "mean": "logits"}
@@ -129,79 +157,36 @@ class AttentionConfig:
         self.keep_checked(
             check_int, "num_initial_blocks", "num_local_blocks", minimum=0, limit=limit
         )
-        if l < d:
-            raise ValueError(
-                "compress_block_size must be at least compress_block_sliding_stride, so that every "
-                f"token lies in a window, got {l} and {d}"
-            )
+        if l < d:  # tokens between windows
+            expected = f"at least compress_block_sliding_stride={d}"
+            raise refusal("compress_block_size", expected, l)
         if s % d and d % s:
             raise ValueError(
                 "selection_block_size and compress_block_sliding_stride must divide one another, "
                 f"got {s} and {d}"
             )
-        if s % stride:
-            raise ValueError(
-                f"selection_stride must divide selection_block_size={s}, so that the tokens that "
-                f"share a ranking share their own block, got {stride}"
-            )
-        if self.interpolated_importance_score and self.importance != "logits":
-            raise ValueError(
-                "interpolated_importance_score=True goes with importance='logits' only, "
-                f"got importance={self.importance!r}"
-            )
-        if self.use_diff_topk and self.importance == "given":
-            raise ValueError("use_diff_topk must be False with importance='given': no scores")
+        if s % stride:  # tokens that share a ranking share their own block
+            raise ValueError(f"selection_stride must divide selection_block_size={s}, got {stride}")
         if self.ranking_bits not in (8, 16):
-            raise ValueError(f"ranking_bits must be 8 or 16, got {self.ranking_bits}")
-        if self.ranking_bits == 8:
-            self.check_needed(
-                "ranking_bits", importance=("max",), causal=(True,), use_diff_topk=(False,),
-                num_selected_groups=(0,),
-            )  # fmt: skip
-            if "compressed" in self.branches:
-                raise ValueError(
-                    "ranking_bits=8 needs branches without 'compressed', which attends to the keys "
-                    f"that rank, got branches={self.branches}"
-                )
-        if self.num_selected_groups:
-            self.check_stages()
-        if self.dense_length and self.branches != ("selected",):
-            raise ValueError(
-                "dense_length goes with branches=('selected',) only: with others no length makes "
-                f"the layer dense attention, got branches={self.branches}"
-            )
+            raise refusal("ranking_bits", "8 or 16", self.ranking_bits)
+        self.check_needed(NEEDED)
+        local = self.num_local_blocks
+        if self.num_selected_groups and (local % GROUP or not local):  # groups are complete
+            expected = f"a positive multiple of {GROUP} with num_selected_groups"
+            raise refusal("num_local_blocks", expected, local)
         if self.dense_length % stride:
-            raise ValueError(
-                f"dense_length must be a multiple of selection_stride={stride}, "
-                f"got {self.dense_length}"
-            )
+            expected = f"a multiple of selection_stride={stride}"
+            raise refusal("dense_length", expected, self.dense_length)
 
-    def check_needed(self, setting: str, **needed: tuple[Any, ...]) -> None:
-        """Check that others have values that a setting goes with."""
-        for name, values in needed.items():
-            if getattr(self, name) not in values:
-                expected = " or ".join(map(repr, values))
-                raise ValueError(
-                    f"{setting}={getattr(self, setting)} goes with {name}={expected}, "
-                    f"got {getattr(self, name)!r}"
-                )
-
-    def check_stages(self) -> None:
-        """Check what two stages of ranking need."""
-        self.check_needed(
-            "num_selected_groups", importance=("max", "logits"), causal=(True,),
-            use_diff_topk=(False,), interpolated_importance_score=(False,),
-        )  # fmt: skip
-        if "compressed" in self.branches:
-            raise ValueError(
-                "num_selected_groups needs branches without 'compressed', whose keys are not "
-                f"rotated as tokens are, got branches={self.branches}"
-            )
-        if self.num_local_blocks % GROUP or not self.num_local_blocks:
-            raise ValueError(
-                f"num_local_blocks must be a positive multiple of {GROUP} with "
-                f"num_selected_groups, so that groups are complete, got {self.num_local_blocks}"
-            )
+    def check_needed(self, needed: dict[str, dict[str, tuple[Any, ...]]]) -> None:
+        """Check that others have the values that a setting goes with, if it is not the default."""
+        for setting, others in needed.items():
+            value = getattr(self, setting)
+            for name, values in others.items() if value != getattr(type(self), setting) else ():
+                if (got := getattr(self, name)) not in values:
+                    expected = f"={' or '.join(map(repr, values))}"
+                    expected = " without 'compressed'" if values is WITHOUT_COMPRESSED else expected
+                    raise ValueError(f"{setting}={value!r} goes with {name}{expected}, got {got!r}")
 
     @property
     def stages(self) -> tuple[AttentionConfig, AttentionConfig]:
@@ -264,6 +249,10 @@ class AttentionConfig:
         return config
 
 
+# one of these, and the recommended settings are not used
+SIZES = (
+    "compress_block_size", "selection_block_size", "sliding_window_size", "num_selected_blocks",
+)  # fmt: skip
 DEFAULTS = {field.name: field.default for field in fields(AttentionConfig)}
 
 
@@ -302,17 +291,13 @@ def config_of_key(key: str) -> AttentionConfig:
     return AttentionConfig.unchecked(**values)
 
 
-# sizes that `SparseAttention` requires
-SIZES = {f"{name}_size" for name in ("compress_block", "selection_block", "sliding_window")}
-
-
 def recommend(config_class: Any) -> Any:
     """The class, whose instances have the recommended settings where no size is given."""
     initialize = config_class.__init__
 
     @functools.wraps(initialize)
     def complete(self: Any, **settings: Any) -> None:
-        if not settings.keys() & {*SIZES, "num_selected_blocks"}:
+        if settings.keys().isdisjoint(SIZES):
             settings = preset(RECOMMENDED, None, dict(causal=True) | settings)
         initialize(self, **settings)
 
@@ -471,11 +456,6 @@ class NSAConfig(AttentionConfig):
         check_choice("backend", self.backend, BACKENDS)
         importance = self.importance
         if self.is_indexed:
-            if self.ranking_bits != 16:
-                raise ValueError(
-                    "ranking_bits must be 16 with importance='index', whose queries and keys learn "
-                    f"to rank, got {self.ranking_bits!r}"
-                )
             self.keep(importance=INDEX_RULES[self.index_pool])
             check_positive("scale", self.scale)  # the loss teaches the largest scores
         super().check()
@@ -490,31 +470,10 @@ class NSAConfig(AttentionConfig):
         self.keep_checked(check_bool, *flags)
         check_groups(self.heads, self.kv_heads)
         if self.index_heads not in (1, self.kv_heads):
-            raise ValueError(
-                f"index_heads must be 1 or kv_heads={self.kv_heads}, got {self.index_heads}"
-            )
-        has_compressed = "compressed" in self.branches
-        if self.is_indexed and has_compressed:
-            raise ValueError(
-                "importance='index' needs branches without 'compressed', whose keys rank blocks "
-                f"themselves, got branches={self.branches}"
-            )
-        if self.is_indexed and (self.use_diff_topk or not self.query_heads_share_selected_kv):
-            raise ValueError(
-                "importance='index' has one ranking for each KV head, which learns from the loss "
-                "of ranking_queries: use_diff_topk must be False and "
-                "query_heads_share_selected_kv True"
-            )
-        if self.num_selected_groups and (self.is_indexed or not self.rank_rotated):
-            raise ValueError(
-                "num_selected_groups ranks by rotated keys of windows and of tokens: it needs "
-                "rank_rotated=True and importance 'max' or 'logits'"
-            )
-        if self.rank_rotated and has_compressed:
-            raise ValueError(
-                "rank_rotated=True needs branches without 'compressed', whose keys are not "
-                f"rotated, got branches={self.branches}"
-            )
+            raise refusal("index_heads", f"1 or kv_heads={self.kv_heads}", self.index_heads)
+        self.check_needed(LAYER_NEEDED)
+        if self.is_indexed:
+            self.check_needed(INDEX_NEEDED)
 
     @property
     def is_indexed(self) -> bool:
@@ -545,8 +504,6 @@ def changed(layer: Any, name: str, value: Any) -> NSAConfig:
     if any(getattr(config, n) != getattr(layer.config, n) for n in fixed) or (
         config.compresses and layer.k_compress is None
     ):
-        raise ValueError(
-            f"{name} must stay {getattr(layer.config, name)!r}: the layer has no weights for "
-            f"another value, got {value!r}"
-        )
+        expected = f"{getattr(layer.config, name)!r}: the layer has no weights for another value"
+        raise ValueError(f"{name} must stay {expected}, got {value!r}")
     return config

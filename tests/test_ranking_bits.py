@@ -102,7 +102,7 @@ def test_layer(backend, changes):
         (dict(ranking_bits=4), "ranking_bits must be 8 or 16, got 4"),
         (dict(ranking_bits="8"), "ranking_bits must be an integer"),
         (dict(importance="logits"), "ranking_bits=8 goes with importance='max', got 'logits'"),
-        (dict(importance="index"), "ranking_bits must be 16 with importance='index'"),
+        (dict(importance="index"), "importance='index' goes with ranking_bits=16, got 8"),
         (dict(importance="given"), "importance='max', got 'given'"),
         (dict(causal=False), "causal=True, got False"),
         (dict(use_diff_topk=True), "use_diff_topk=False, got True"),

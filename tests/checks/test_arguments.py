@@ -260,7 +260,7 @@ REFUSED = {
         "selection_stride must divide selection_block_size=8": dict(selection_stride=3),
         "importance must be one of 'logits', 'probs', 'max', 'index'": dict(importance="mean"),
         "use_triton_kernel=True asks for": dict(backend="flex", use_triton_kernel=True),
-        "interpolated_importance_score=True goes with importance='logits' only": dict(
+        "interpolated_importance_score=True goes with importance='logits', got 'probs'": dict(
             importance="probs", interpolated_importance_score=True
         ),
         "rotary_emb must have use_xpos=False": dict(rotary_emb=RotaryEmbedding(8, use_xpos=True)),
@@ -273,11 +273,11 @@ REFUSED = {
         "block_sizes must be a BlockSizes or None, got {}": dict(block_sizes={}),
         "each once, got ('selected', 'selected')": dict(branches=("selected", "selected")),
         "each once, got ('selected', 'far')": dict(branches=("selected", "far")),
-        "dense_length goes with branches=('selected',) only": dict(dense_length=8),
+        "dense_length=8 goes with branches=('selected',), got": dict(dense_length=8),
         "dense_length must be a multiple of selection_stride=4": dict(
             ONE, dense_length=6, selection_stride=4
         ),
-        "rank_rotated=True needs branches without 'compressed'": dict(rank_rotated=True),
+        "rank_rotated=True goes with branches without 'compressed'": dict(rank_rotated=True),
         "strategy_combine_mlp must be None": dict(ONE, strategy_combine_mlp=nn.Linear(16, 4)),
         "strategy_combine_mlp must be an nn.Module or None": dict(strategy_combine_mlp="x"),
         "compress_mlp must be an nn.Module or None, got 3": dict(compress_mlp=3),
@@ -288,9 +288,9 @@ REFUSED = {
         ),
     },
     "index": {
-        "needs branches without 'compressed'": dict(branches=("compressed", "selected")),
-        "use_diff_topk must be False": dict(use_diff_topk=True),
-        "query_heads_share_selected_kv True": dict(query_heads_share_selected_kv=False),
+        "importance='index' goes with branches without": dict(branches=("compressed", "selected")),
+        "use_diff_topk=False, got True": dict(use_diff_topk=True),
+        "query_heads_share_selected_kv=True, got False": dict(query_heads_share_selected_kv=False),
         "index_heads must be 1 or kv_heads=2, got 3": dict(index_heads=3),
         "index_dim must be at least 8": dict(
             index_dim=6, rank_rotated=True, compress_block_size=1, compress_block_sliding_stride=1
