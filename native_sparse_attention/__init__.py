@@ -1,4 +1,8 @@
-"""Native Sparse Attention (arXiv 2502.11089) for PyTorch."""
+"""Native Sparse Attention (arXiv 2502.11089) for PyTorch.
+
+In all modules an argument of another type, shape or range than described, or at odds with others,
+is a ValueError that names it, and a call that an explicit backend lacks a NotImplementedError.
+"""
 
 from importlib import metadata
 

@@ -25,9 +25,11 @@ from .checks import (
     check_block_indices,
     check_bool,
     check_input,
+    check_model,
     check_rows,
     check_type,
     copied,
+    refusal,
 )
 from .compat import refuse_transforms
 from .compress import MeanPool, choose_network, compress_sequences, compress_windows, slides
@@ -54,6 +56,19 @@ class HeadNorm(nn.RMSNorm):
         return F.rms_norm(heads, self.normalized_shape, weight, self.eps).flatten(-2)
 
 
+def find_sparse_layers(
+    model: Any, expected: str = "", fits: Callable[[Any], Any] = bool
+) -> dict[str, SparseAttention]:
+    """The sparse layers of a model by name, of those that fit what is `expected`."""
+    check_model(model)
+    named = model.named_modules()
+    layers = {n: m for n, m in named if isinstance(m, SparseAttention) and fits(m)}
+    if not layers:
+        kind = type(model).__name__
+        raise ValueError(f"model must have SparseAttention layers{expected}, got {kind} without")
+    return layers
+
+
 class SparseAttention(Started):
     """Native Sparse Attention (arXiv 2502.11089): three branches over one input, combined by a
     gate.
@@ -75,9 +90,6 @@ class SparseAttention(Started):
         use_triton_kernel: the published package's spelling of `backend="triton"`.
 
     The other arguments are the settings of `NSAConfig`, which describes them.
-
-    Raises:
-        ValueError: an argument out of range, or two incompatible arguments.
     """
 
     twins: tuple[str, ...] = ("k_compress", "v_compress")
@@ -142,10 +154,7 @@ class SparseAttention(Started):
     ):
         settings = {name: value for name, value in locals().items() if name in FIELDS}
         if check_bool("use_triton_kernel", use_triton_kernel) and backend not in ("auto", "triton"):
-            raise ValueError(
-                "use_triton_kernel=True asks for backend='triton', "
-                f"but backend={backend!r} was given"
-            )
+            raise ValueError(f"use_triton_kernel=True asks for backend='triton', got {backend!r}")
         super().__init__()
         config = NSAConfig(**settings | ({"backend": "triton"} if use_triton_kernel else {}))
         self.config = config
@@ -172,10 +181,8 @@ class SparseAttention(Started):
             self.index_every = max(1, rotated // config.index_dim)
             is_part = config.index_dim % 2 == 0 and rotated % config.index_dim == 0
             if config.index_dim < rotated and not is_part:
-                raise ValueError(
-                    f"index_dim must be at least {rotated}, the features that the rotary embedding "
-                    f"turns, or an even part of it, got {config.index_dim}"
-                )
+                expected = f"at least {rotated}, the rotated features, or an even part of it"
+                raise refusal("index_dim", expected, config.index_dim)
             width = (kv_heads + config.index_heads) * config.index_dim
             self.to_index = nn.Linear(dim, width, bias=False)
         has_compressed, m = "compressed" in config.branches, config.num_compressed_mem_kv
@@ -213,10 +220,8 @@ class SparseAttention(Started):
                 Rearrange("b n (h s) -> b n h s", h=heads, s=len(config.branches)),
             )
         elif strategy_combine_mlp is not None:
-            raise ValueError(
-                f"strategy_combine_mlp must be None with branches={config.branches}: one branch "
-                "has no gate"
-            )
+            expected = f"None with branches={config.branches}, one without a gate"
+            raise refusal("strategy_combine_mlp", expected, strategy_combine_mlp)
 
         self.combine_heads = nn.Linear(heads * dim_head, dim, bias=config.out_bias)
 
@@ -252,10 +257,8 @@ class SparseAttention(Started):
     @dense.setter
     def dense(self, value: bool) -> None:
         if value and self.config.branches != ("selected",):
-            raise ValueError(
-                "dense goes with branches=('selected',) only: others are not dense attention with "
-                f"any selection, got branches={self.config.branches}"
-            )
+            got = f"got branches={self.config.branches}"
+            raise ValueError(f"dense goes with branches=('selected',) only, {got}")
         self._dense = value
 
     def reset_gate(self) -> None:

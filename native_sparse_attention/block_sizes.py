@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .checks import FLOAT_DTYPES, as_int, check_groups, check_int, check_ints, check_type, describe
+from .checks import FLOAT_DTYPES, as_int, check_groups, check_int, check_ints, check_type, refusal
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,12 @@ class BlockSizes:
                 continue
             number = as_int(size) or 0
             if not 16 <= number <= LARGEST or number & (number - 1):
-                raise ValueError(
-                    f"{name} must be a power of two from 16 to {LARGEST}, got {describe(size)}"
-                )
+                raise refusal(name, f"a power of two from 16 to {LARGEST}", size)
             object.__setattr__(self, name, number)
         missing = [name for name in BACKWARD if getattr(self, name) is None]
         if 0 < len(missing) < len(BACKWARD):
-            raise ValueError(
-                "the backward's sizes go together, all or none: "
-                f"{', '.join(missing)} must be given too"
-            )
+            names = ", ".join(missing)
+            raise ValueError(f"backward sizes go together, all or none: {names} must be given too")
 
     @property
     def has_backward_blocks(self) -> bool:
@@ -95,9 +91,6 @@ class BlockSizes:
             dim_head: head dimension, the larger one of keys and values.
             heads, kv_heads: query heads, and KV heads (as many by default).
             dtype: dtype of queries, keys and values.
-
-        Raises:
-            ValueError: heads that do not match, or a dtype that is not floating.
         """
         from .kernels.common import launch
 
@@ -105,7 +98,7 @@ class BlockSizes:
         kv_heads = heads if kv_heads is None else check_int("kv_heads", kv_heads, 1)
         groups = check_groups(heads, kv_heads)
         if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
-            raise ValueError(f"dtype must be a floating torch.dtype, got {describe(dtype)}")
+            raise refusal("dtype", "a floating torch.dtype", dtype)
         problem = (dim_head, groups, dtype)
         sizes: list[int] = []
         for kernel in ("forward", "dq", "dkv"):

@@ -51,9 +51,6 @@ def default_compress_mlp(
             which the other units add. "random": the weights of nn.Linear, as in the published
             package. Shapes and names of weights are the same. Layers that begin with sums learn
             better (docs/training.md).
-
-    Raises:
-        ValueError: no hidden unit, or another start.
     """
     check_choice("start", start, ("sum", "random"))
     dim = dim_head * compress_window_size
@@ -332,10 +329,9 @@ def choose_network(config: NSAConfig, network: nn.Module | None) -> nn.Module:
         raise ValueError("compress_mlp must be None with importance='index', whose keys learn")
     gets_gradient = has_branch or (config.ranks and config.use_diff_topk)
     if not gets_gradient and any(p.requires_grad for p in network.parameters()):
-        raise ValueError(
+        raise ValueError(  # no gradient would reach them
             "compress_mlp must have no parameters to train where compressed keys only rank "
-            "blocks and use_diff_topk=False, since no gradient reaches them: give "
-            "MeanPool() or freeze it"
+            "blocks and use_diff_topk=False: give MeanPool() or freeze it"
         )
     return network
 
@@ -363,10 +359,8 @@ def compress_windows(windows: dict[str, Tensor], networks: Networks) -> dict[str
         b, h, w, _, d = t.shape
         summary = compressed[f"c{name}"] = network(t).to(t.dtype)
         if summary.shape != (b, h, w, d):
-            raise ValueError(
-                "compress_mlp must map [b h w l d] to [b h w d], "
-                f"got {list(t.shape)} to {list(summary.shape)}"
-            )
+            got = f"{list(t.shape)} to {list(summary.shape)}"
+            raise ValueError(f"compress_mlp must map [b h w l d] to [b h w d], got {got}")
     return compressed
 
 

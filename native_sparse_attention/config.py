@@ -46,6 +46,9 @@ GIVEN: dict[str, Any] = dict(
     num_selected_groups=0, ranking_bits=16,
 )  # fmt: skip
 
+# what a layer that ranks no blocks has in place of a ranking
+LOCAL: dict[str, Any] = dict(num_selected_blocks=0, use_diff_topk=False, dense_length=0)
+
 # what settings go with, where they are not at their defaults
 WITHOUT_COMPRESSED = ("selected",), ("window",), ("selected", "window")
 NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -79,11 +82,7 @@ INDEX_RULES = {"max": "max", "mean": "logits"}
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """The settings of the three branches. `NSAConfig` describes them.
-
-    Raises:
-        ValueError: a setting out of range, or two incompatible settings.
-    """
+    """The settings of the three branches. `NSAConfig` describes them."""
 
     compress_block_size: int = 32
     compress_block_sliding_stride: int = 16
@@ -366,9 +365,6 @@ class NSAConfig(AttentionConfig):
         recompute: the backward recomputes the branch outputs instead of storing them (Triton only).
         block_sizes: tile sizes of the Triton kernels.
         backend: "auto", "triton", "flex" or "eager".
-
-    Raises:
-        ValueError: a setting out of range, or two incompatible settings.
     """
 
     dim: int
@@ -421,9 +417,6 @@ class NSAConfig(AttentionConfig):
                 grow after 1024 and 4096 tokens, those of one softmax after 16384 alone.
             settings: other settings, dim, dim_head and heads among them, and those that replace
                 settings of the preset.
-
-        Raises:
-            ValueError: an unknown name, or settings that `NSAConfig` refuses.
         """
         return cls(**preset(name, length, settings))
 

@@ -112,9 +112,6 @@ def nsa_cost(
         dtype: dtype of weights, activations and cache.
         compress_mlp: the compression network, the layer's own by default. It must run on meta
             tensors.
-
-    Raises:
-        ValueError: an argument of the wrong type, or a number below 1.
     """
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 

@@ -38,6 +38,7 @@ from .checks import (
     check_shapes,
     check_tensor,
     describe,
+    refusal,
 )
 from .compat import cast_to_autocast_dtype, no_autocast, refuse_transforms
 from .masks.nsa import MaskMod
@@ -67,10 +68,9 @@ def check_segment_ids(
     if isinstance(segment_ids, Tensor) and dims["T"] == dims["S"]:
         segment_ids = SegmentIds(segment_ids, segment_ids)
     if not isinstance(segment_ids, tuple) or len(segment_ids) != 2:
-        raise ValueError(
-            "segment_ids must be SegmentIds(q, kv), one tensor [B, T] where T = S, or None, got "
-            f"{describe(segment_ids)} for T={dims['T']} and S={dims['S']}"
-        )
+        got = f"{describe(segment_ids)} for T={dims['T']} and S={dims['S']}"
+        expected = "SegmentIds(q, kv), one tensor [B, T] where T = S, or None"
+        raise refusal("segment_ids", expected, got=got)
     for name, ids, axis in zip(("q", "kv"), segment_ids, "TS", strict=True):
         check_given(**{f"segment_ids.{name}": ids})
         shape = (dims["B"], dims[axis])
@@ -193,7 +193,7 @@ def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:
     """
     block_q, block_kv = check_ints(1, block_q=block_q, block_kv=block_kv)
     if not isinstance(mask, Tensor) or mask.ndim < 2:
-        raise ValueError(f"mask must be a tensor of shape [.. q_len kv_len], got {describe(mask)}")
+        raise refusal("mask", "a tensor of shape [.. q_len kv_len]", mask)
     q_len, kv_len = mask.shape[-2:]
     r, c = blocks.ceil_div(q_len, block_q), blocks.ceil_div(kv_len, block_kv)
     counts = torch.empty((*mask.shape[:-2], r, c), dtype=torch.int64, device=mask.device)

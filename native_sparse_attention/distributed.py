@@ -41,14 +41,14 @@ from torch.func import functional_call
 from torch.nn import Module
 
 from . import blocks, compress, varlen
-from .attention import SparseAttention
+from .attention import SparseAttention, find_sparse_layers
 from .checks import (
     check_bools,
     check_documents,
     check_given,
     check_rows,
     check_type,
-    describe,
+    refusal,
 )
 from .config import AttentionConfig, NSAConfig
 from .ops import branches, reference
@@ -78,18 +78,15 @@ def check_mesh(mesh: Any, names: Sequence[str] | None = None) -> None:
 
 def sparse_layers(model: Any) -> list[SparseAttention]:
     """The layers of a model; none of a model under `hf.use_sparse_attention`."""
-    check_type("model", model, Module, "an nn.Module")
-    layers = [module for module in model.modules() if isinstance(module, SparseAttention)]
-    if not layers and not (is_pretrained(model) and model.config._attn_implementation == "nsa"):
-        raise ValueError(f"model must have SparseAttention layers, got {type(model).__name__}")
-    return layers
+    if is_pretrained(model) and model.config._attn_implementation == "nsa":
+        return [module for module in model.modules() if isinstance(module, SparseAttention)]
+    return [*find_sparse_layers(model).values()]
 
 
 def refuse(kind: str, arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         if value is not None:
-            got = describe(value)
-            raise ValueError(f"{name} must be None under {kind} parallelism, got {got}")
+            raise refusal(name, f"None under {kind} parallelism", value)
 
 
 # context parallel
@@ -152,10 +149,9 @@ class ContextParallel:
         step = math.lcm(config.d if config.compresses else 1, config.selection_stride)
         chunk, odd = divmod(inp.shape[1], 2)
         if odd or chunk % step or chunk < self.halo_size(config):
-            raise ValueError(
-                f"inp must have a multiple of {2 * step} tokens on each context-parallel rank, and "
-                f"at least {2 * self.halo_size(config)}, got {inp.shape[1]}"
-            )
+            least = 2 * self.halo_size(config)
+            expected = f"a multiple of {2 * step} tokens on each context-parallel rank"
+            raise ValueError(f"inp must have {expected}, at least {least}, got {inp.shape[1]}")
 
     def halo_size(self, config: NSAConfig) -> int:
         """Tokens before a chunk that its windows read, in whole strides."""
@@ -202,10 +198,8 @@ class ContextParallel:
         if documents is not None:
             raise ValueError(f"documents and {names[0]} are two ways to name documents: give one")
         if ranking_queries is not None:
-            raise ValueError(
-                f"ranking_queries must be None with {names[0]} under context parallelism, where "
-                "tokens of packed rows move between ranks: give documents"
-            )
+            expected = f"None with {names[0]} under context parallelism: give documents"
+            raise refusal("ranking_queries", expected, ranking_queries)
         (b, n), host = inp.shape[:2], bounds[names[0]].device
         if n == 0 or n % 2:
             raise ValueError(f"inp must have two chunks on each context-parallel rank, got {n}")
@@ -323,9 +317,6 @@ def context_parallel(model: Module, mesh: DeviceMesh) -> Module:
         The model. Its sparse layers raise a ValueError if they are given a cache, padding, or flex
         masks. `cu_seqlens` and `segment_ids` are those of whole rows, the same on all ranks;
         `documents` and `ranking_queries` are of this rank's tokens.
-
-    Raises:
-        ValueError: a mesh of several dimensions, or a model without `SparseAttention`.
     """
     check_mesh(mesh)
     context = ContextParallel(mesh)
@@ -347,19 +338,14 @@ def context_parallel_shard(
         mesh: of one dimension, such as `mesh["cp"]`.
         buffers: the same tensors on every rank: token ids, labels, inputs.
         seq_dims: for each of them, its dimension of tokens, a multiple of 2 N.
-
-    Raises:
-        ValueError: a length that is no multiple of 2 N.
     """
     check_mesh(mesh)
     shards, context = [], ContextParallel(mesh)
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         check_given(buffers=buffer)
         if buffer.shape[dim] % (2 * context.size):
-            raise ValueError(
-                f"buffers must have a multiple of {2 * context.size} tokens, twice the ranks of "
-                f"mesh, got {buffer.shape[dim]}"
-            )
+            expected = f"a multiple of {2 * context.size} tokens, twice the ranks of mesh"
+            raise ValueError(f"buffers must have {expected}, got {buffer.shape[dim]}")
         shards.append(context.shard(buffer, dim))
     return shards
 
@@ -477,22 +463,17 @@ def split_heads(layer: SparseAttention, mesh: DeviceMesh) -> None:
     if type(layer) is not SparseAttention:
         raise ValueError(f"model must have layers of SparseAttention, got {type(layer).__name__}")
     if config.kv_heads % size:
-        raise ValueError(
-            f"kv_heads must be a multiple of the {size} tensor-parallel ranks, got "
-            f"kv_heads={config.kv_heads} (heads={config.heads})"
-        )
+        got = f"kv_heads={config.kv_heads} (heads={config.heads})"
+        raise refusal("kv_heads", f"a multiple of the {size} tensor-parallel ranks", got=got)
     for network in (layer.k_compress, layer.v_compress):
         if network is not None and type(network) not in NETWORKS:
-            raise ValueError(
-                "compress_mlp must be a network of native_sparse_attention.compress that does not "
-                f"mix heads under tensor parallelism, got {type(network).__name__}"
-            )
+            expected = "a network of native_sparse_attention.compress that does not mix heads"
+            expected += " under tensor parallelism"
+            raise refusal("compress_mlp", expected, got=type(network).__name__)
     gate: Any = layer.to_strategy_combine
     if gate is not None and not isinstance(gate[0], nn.Linear):
-        raise ValueError(
-            "strategy_combine_mlp must be an nn.Linear under tensor parallelism, got "
-            f"{type(gate[0]).__name__}"
-        )
+        expected = "an nn.Linear under tensor parallelism"
+        raise refusal("strategy_combine_mlp", expected, got=type(gate[0]).__name__)
     local = deepcopy(layer).to("meta")
     local.config = split_config(config, size)
     local.qkv_split = tuple(width // size for width in layer.qkv_split)
@@ -541,10 +522,8 @@ def split_transformer(model: Transformer, mesh: DeviceMesh) -> None:
     for _, feed_forward in model.layers:  # type: ignore[misc]
         width = feed_forward[1].out_features
         if width % mesh.size():
-            raise ValueError(
-                f"ff_expansion_factor must give a multiple of the {mesh.size()} tensor-parallel "
-                f"ranks as hidden width, got {width}"
-            )
+            expected = f"a hidden width that {mesh.size()} tensor-parallel ranks divide"
+            raise ValueError(f"ff_expansion_factor must give {expected}, got {width}")
         replicate(feed_forward[0], mesh)
         parallelize_module(feed_forward, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
     for module in (model.token_emb, model.norm, model.to_logits):
@@ -591,10 +570,6 @@ def is_pretrained(model: Any) -> bool:
     return hasattr(model, "_no_split_modules") and hasattr(model, "config")
 
 
-def decoder_of(model: Any) -> Any:
-    return model.get_decoder() if hasattr(model, "get_decoder") else model
-
-
 def shard_pretrained(model: Any, context: ContextParallel, is_drop_in: bool) -> None:
     """Give a model under `hf.use_sparse_attention` the positions of its shard. Refuse what needs
     the whole sequence."""
@@ -609,23 +584,23 @@ def shard_pretrained(model: Any, context: ContextParallel, is_drop_in: bool) -> 
             x = next(t for t in (*inputs, *named) if t is not None)
             positions, given = context.positions(x), arguments.get("position_ids")
             if given is not None and not torch.equal(given.expand_as(positions), positions):
-                raise ValueError(f"position_ids must be those of the shard, got {describe(given)}")
+                raise refusal("position_ids", "those of the shard", given)
             mask = ALL_MASK_ATTENTION_FUNCTIONS["nsa"](len(x), x.shape[1], x.shape[1])
             arguments |= dict(position_ids=positions, attention_mask=mask)
         return inputs, arguments
 
     def check_labels(model: Any, inputs: Any, arguments: dict[str, Any]) -> None:
         if arguments.get("labels") is not None and arguments.get("shift_labels") is None:
-            raise ValueError(
-                "labels must be None without shift_labels under context parallelism, where the "
-                "next token may be another rank's, got labels alone"
-            )
+            # the next token may be another rank's
+            expected = "None without shift_labels under context parallelism"
+            raise refusal("labels", expected, got="labels alone")
 
     if is_drop_in:
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 module.context = context
-    decoder_of(model).register_forward_pre_hook(enter, with_kwargs=True)
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder.register_forward_pre_hook(enter, with_kwargs=True)
     model.register_forward_pre_hook(check_labels, with_kwargs=True)
 
 
@@ -633,19 +608,15 @@ def split_pretrained(model: Any, mesh: DeviceMesh, is_drop_in: bool) -> None:
     """Split modules by the `tp_plan` of a model; its other weights are replicated."""
     kv_heads = model.config.num_key_value_heads
     if is_drop_in and kv_heads % mesh.size():
-        raise ValueError(
-            f"model must have a multiple of the {mesh.size()} tensor-parallel ranks as "
-            f"num_key_value_heads, got {kv_heads}"
-        )
+        expected = f"a multiple of the {mesh.size()} tensor-parallel ranks"
+        raise ValueError(f"model must have {expected} as num_key_value_heads, got {kv_heads}")
     plan: dict[str, str] = {}
     for pattern, style in (model.tp_plan or {}).items():
         form = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         plan |= {name: style for name, _ in model.named_modules() if form.fullmatch(name)}
     if unknown := {name: style for name, style in plan.items() if style not in STYLES}:
-        raise ValueError(
-            f"tp_plan of {type(model).__name__} must have the styles {', '.join(STYLES)}, got "
-            f"{next(iter(unknown.items()))}"
-        )
+        expected = f"have the styles {', '.join(STYLES)}, got {next(iter(unknown.items()))}"
+        raise ValueError(f"tp_plan of {type(model).__name__} must {expected}")
     tied = getattr(model.config, "tie_word_embeddings", False)
     parallelize_module(model, mesh, {name: STYLES[style] for name, style in plan.items()})
     local = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
@@ -654,9 +625,8 @@ def split_pretrained(model: Any, mesh: DeviceMesh, is_drop_in: bool) -> None:
         if all(isinstance(p, DTensor) for p in parameters.values()):
             continue
         if [*module.children()] or name.rpartition(".")[0] in local | {name}:
-            raise ValueError(
-                f"tp_plan of {type(model).__name__} must name {name}, which has {[*parameters]}"
-            )
+            kind = type(model).__name__
+            raise ValueError(f"tp_plan of {kind} must name {name}, which has {[*parameters]}")
         replicate(module, mesh)
     if tied:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
@@ -699,10 +669,6 @@ def parallelize(
 
     Returns:
         The model. State dicts have the names and whole shapes of one process.
-
-    Raises:
-        ValueError: a mesh of other dimensions, a number of KV heads that "tp" does not divide,
-            networks that mix heads, or settings that the mesh or the model has no use for.
     """
     check_mesh(mesh, ("dp", "cp", "tp"))
     check_bools(activation_checkpointing=activation_checkpointing)
@@ -710,10 +676,8 @@ def parallelize(
     data = tuple(name for name in names if name != "tp")
     pretrained: Any = model if is_pretrained(model) else None
     if activation_checkpointing and not isinstance(model, Transformer) and pretrained is None:
-        raise ValueError(
-            "activation_checkpointing goes with a Transformer or a model of transformers: wrap "
-            "other layers"
-        )
+        expected = "goes with a Transformer or a model of transformers: wrap other layers"
+        raise ValueError(f"activation_checkpointing {expected}")
     for name, value, needed in (("tp_plan", tp_plan, "tp"), ("mp_policy", mp_policy, "dp or cp")):
         if value is not None and not (data if name == "mp_policy" else "tp" in names):
             raise ValueError(f"{name} needs {needed} among the dimensions of mesh, got {names}")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .cache.kv_cache import integers
-from .checks import LEAST_NORMAL, check_generator, check_int, check_number
+from .checks import LEAST_NORMAL, check_generator, check_int, check_number, refusal
 
 
 def check_prompt(prompt: Tensor, lengths: Sequence[int] | Tensor | None) -> list[int]:
@@ -23,9 +23,7 @@ def check_prompt(prompt: Tensor, lengths: Sequence[int] | Tensor | None) -> list
         raise ValueError(f"prompt must have shape [b, n] with at least one token, got {[b, n]}")
     counts = [n] * b if lengths is None else integers("prompt_lengths", lengths)
     if len(counts) != b or any(not 1 <= count <= n for count in counts):
-        raise ValueError(
-            f"prompt_lengths must be {b} integers between 1 and {n}, the prompt's, got {counts}"
-        )
+        raise refusal("prompt_lengths", f"{b} integers between 1 and {n}, the prompt's", counts)
     return counts
 
 

@@ -42,9 +42,6 @@ def warmup(
         How many kernels were compiled, or loaded from Triton's cache on disk. 0 if the layer runs
         no kernels (without CUDA, or with another backend) or Triton cannot compile ahead (before
         3.6).
-
-    Raises:
-        ValueError: arguments of the wrong type, or a device that is not a CUDA device.
     """
     check_type("config", config, NSAConfig, "an NSAConfig")
     check_choice("dtype", dtype, DTYPES)

@@ -18,7 +18,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from . import blocks
-from .checks import INTEGER_DTYPES, check_choice, check_generator, check_int, describe
+from .checks import INTEGER_DTYPES, check_choice, check_generator, check_int, refusal
 from .compat import no_autocast
 from .config import NSAConfig
 from .ops.reference import (
@@ -54,12 +54,11 @@ def sampled(
         fits = fits and queries.dtype in INTEGER_DTYPES
         if not fits or queries.device.type not in ("cpu", device.type):
             shapes = "[m]" if rows is None else f"[m] or [{rows}, m]"
-            raise ValueError(f"{name} must be {shapes} integers, got {describe(queries)}")
+            raise refusal(name, f"{shapes} integers", queries)
         is_on_host = queries.device.type == "cpu" and not torch.compiler.is_compiling()
         least, is_known = 1 - queries.ndim, is_on_host and queries.numel() > 0
         if is_known and not least <= int(queries.min()) <= int(queries.max()) < n:
-            expected, got = f"positions from {least} to {n - 1}", describe(queries.tolist())
-            raise ValueError(f"{name} must be {expected}, got {got}")
+            raise refusal(name, f"positions from {least} to {n - 1}", queries.tolist())
         return queries.to(device, torch.long)
     m = min(check_int(name, queries, 1), n)
     source = "cpu" if generator is None else generator.device

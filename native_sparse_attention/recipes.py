@@ -15,39 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
-from .attention import SparseAttention
-from .checks import check_model
-
-
-def _find_layers(model: nn.Module, expected: str, fits: Any) -> list[SparseAttention]:
-    check_model(model)
-    layers = [m for m in model.modules() if isinstance(m, SparseAttention) and fits(m)]
-    if not layers:
-        kind = type(model).__name__
-        raise ValueError(f"model must have SparseAttention layers {expected}, got none in a {kind}")
-    return layers
+from .attention import SparseAttention, find_sparse_layers
 
 
 def sparse_layers(model: nn.Module) -> list[SparseAttention]:
-    """The layers of a model that can be dense: those of `branches=("selected",)`, in its order.
-
-    Raises:
-        ValueError: there are none.
-    """
-    expected = "with branches=('selected',)"
-    return _find_layers(model, expected, lambda layer: layer.config.branches == ("selected",))
+    """The layers of a model that can be dense: those of `branches=("selected",)`, in its order."""
+    expected = " with branches=('selected',)"
+    layers = find_sparse_layers(model, expected, lambda m: m.config.branches == ("selected",))
+    return [*layers.values()]
 
 
 def set_dense(model: nn.Module, dense: bool) -> None:
-    """Let queries of `sparse_layers` attend to all keys that they may see, or to their selection.
-
-    Raises:
-        ValueError: a model without such layers.
-    """
+    """Let queries of `sparse_layers` attend to all keys that they may see or to their selection."""
     for layer in sparse_layers(model):
         layer.dense = dense
 
@@ -59,11 +41,9 @@ def ranking_alone(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
     The loss is the second result of a forward with `ranking_queries`. With dense layers it learns
     from the attention that the model has without a selection.
-
-    Raises:
-        ValueError: no layer has `importance="index"`.
     """
-    layers = _find_layers(model, "that rank by importance='index'", lambda layer: layer.to_index)
+    expected = " that rank by importance='index'"
+    layers = find_sparse_layers(model, expected, lambda layer: layer.to_index).values()
     were_trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         model.requires_grad_(False)

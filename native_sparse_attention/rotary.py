@@ -15,7 +15,7 @@ from rotary_embedding_torch import RotaryEmbedding, apply_rotary_emb
 from torch import Tensor
 from torch.nn import Module
 
-from .checks import FLOAT_DTYPES, check_number, describe
+from .checks import FLOAT_DTYPES, check_number, describe, refusal
 from .ops.triton.elementwise import ProjectedHeads
 from .ops.triton.elementwise import rotate as run_kernel
 from .ops.triton.operator import needs_gradient
@@ -31,9 +31,6 @@ class Rotary(Module):
         theta: the frequencies are `theta^(-2 i / D)`.
         inv_freq: the frequencies themselves, [pairs], 1 to D / 2 of them.
         interpolate_factor: divides the positions.
-
-    Raises:
-        ValueError: an odd head dimension, or invalid frequencies.
     """
 
     freqs: Tensor
@@ -103,10 +100,8 @@ def make_frequencies(dim: int, theta: float, inv_freq: Any) -> tuple[float, ...]
     """Frequencies of heads of width `dim`, in float64: `theta^(-2 i / dim)` or `inv_freq`."""
     if inv_freq is None:
         if dim % 2:
-            raise ValueError(
-                f"dim_head must be even for rotary embedding, got {dim}: give inv_freq of fewer "
-                "pairs or rotary_emb=False"
-            )
+            got = f"{dim}: give inv_freq of fewer pairs or rotary_emb=False"
+            raise refusal("dim_head", "even for rotary embedding", got=got)
         # angles fit into float32
         base = check_number("rope_theta", theta, "a number from 1e-28 to 3.4e38", 1e-28)
         return tuple(base ** (-2 * i / dim) for i in range(dim // 2))
@@ -118,11 +113,10 @@ def make_frequencies(dim: int, theta: float, inv_freq: Any) -> tuple[float, ...]
         or not (inv_freq.double().abs() <= 1e28).all()
         or inv_freq.requires_grad
     ):
-        raise ValueError(
-            "inv_freq, or the frequencies of rotary_emb, must be a vector of 1 to dim_head / 2 = "
-            f"{dim // 2} finite floats up to 1e28, not on meta, got {describe(inv_freq)}; learned "
-            "frequencies go with rotary_emb, a RotaryEmbedding with learned_freq=True"
-        )
+        limits = f"1 to dim_head / 2 = {dim // 2} finite floats up to 1e28"
+        got = f"{describe(inv_freq)}; learned ones go with a RotaryEmbedding(learned_freq=True)"
+        name = "inv_freq, or the frequencies of rotary_emb,"
+        raise refusal(name, f"a vector of {limits}, not on meta", got=got)
     return tuple(inv_freq.double().tolist())
 
 
@@ -141,22 +135,16 @@ def make_rotary(
     if rotary_emb is None:
         return Rotary(dim_head, 10_000.0 if rope_theta is None else rope_theta, inv_freq)
     if not isinstance(rotary_emb, (RotaryEmbedding, Rotary)):
-        raise ValueError(
-            "rotary_emb must be a RotaryEmbedding of the rotary-embedding-torch package, None for "
-            f"the layer's own or False for no positions, got {describe(rotary_emb)}"
-        )
-    if getattr(rotary_emb, "use_xpos", False):
-        raise ValueError(
-            "rotary_emb must have use_xpos=False: a key's scale would depend on the length"
-        )
+        expected = "a RotaryEmbedding, None for the layer's own or False for no positions"
+        raise refusal("rotary_emb", expected, rotary_emb)
+    if getattr(rotary_emb, "use_xpos", False):  # a key's scale would depend on the length
+        raise ValueError("rotary_emb must have use_xpos=False, got True")
     if isinstance(rotary_emb, RotaryEmbedding) and not rotary_emb.freqs.requires_grad:
         factor = rotary_emb.interpolate_factor
         return Rotary(dim_head, inv_freq=rotary_emb.freqs, interpolate_factor=factor)
     if rotary_emb.freqs.ndim != 1 or 2 * len(rotary_emb.freqs) > dim_head:
-        raise ValueError(
-            f"rotary_emb must have a vector of frequencies, which rotate at most {dim_head=} "
-            f"features, got {list(rotary_emb.freqs.shape)}"
-        )
+        expected = f"a vector of frequencies, which rotate at most {dim_head=} features"
+        raise ValueError(f"rotary_emb must have {expected}, got {list(rotary_emb.freqs.shape)}")
     return rotary_emb
 
 

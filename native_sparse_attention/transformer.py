@@ -36,11 +36,13 @@ from .checks import (
     check_share_ranking,
     check_type,
     copied,
+    refusal,
 )
-from .config import GIVEN, SETTINGS, NSAConfig
+from .config import GIVEN, LOCAL, SETTINGS, NSAConfig
 from .generate import check_prompt, check_stop, generate, token_sampler
 from .initialization import Started
 from .masks import create_fine_mask, create_sliding_mask
+from .ops.reference import keep_document
 from .presets import PRESETS, RECOMMENDED
 from .ranking import check_ranking, sampled
 from .rotary import Rotary, make_rotary, rotate
@@ -114,7 +116,12 @@ class Attention(Started):
         start = 0 if tokens is None else tokens.start
         positions = None if documents is None else documents.positions()
         q, k = rotate(self.rotary_embed, [q, k], start, positions)
-        mask = None if documents is None else same_document(documents, self.causal)
+        mask = None
+        if documents is not None:  # positions without a token see themselves
+            j = torch.arange(q.shape[2], device=q.device)
+            visible = (j <= j[:, None]) | (not self.causal)
+            mask = keep_document(visible, j, documents, slice(None)) | (j == j[:, None])
+            mask = mask[:, None]
         if cache is not None:
             new = {"k": k, "v": v}
             cache.bind(self.identity, self.geometry, new)
@@ -136,16 +143,6 @@ class Attention(Started):
         return out
 
 
-def same_document(documents: Documents, causal: bool) -> Tensor:
-    """Whether query i sees key j, [b 1 i j]; positions without a token see themselves."""
-    j = torch.arange(documents.first.shape[1], device=documents.first.device)
-    i = j[:, None]
-    visible = (j >= documents.first[..., None]) & (j < documents.last[..., None])
-    if causal:
-        visible = visible & (j <= i)
-    return (visible | (i == j))[:, None]
-
-
 def FeedForward(dim: int, expansion_factor: float = 4.0) -> nn.Sequential:
     dim_hidden = check_hidden("ff_expansion_factor", expansion_factor, dim)
     return nn.Sequential(
@@ -153,29 +150,11 @@ def FeedForward(dim: int, expansion_factor: float = 4.0) -> nn.Sequential:
     )
 
 
-class Block(Module):
+class Block(nn.Sequential):
     """A layer of a Transformer, `x = x + attention(x); x = x + feed_forward(x)`: [b, n, dim] ->
     [b, n, dim], with what the attention returns besides its output. It unpacks into the two."""
 
-    def __init__(self, attention: Module, feed_forward: Module):
-        super().__init__()
-        # the state-dict names of the published package's list
-        self.add_module("0", attention)
-        self.add_module("1", feed_forward)
-
-    def __iter__(self) -> Iterator[Module]:
-        return iter(self._modules.values())  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __getitem__(self, index: int) -> Module:
-        return [*self][index]
-
-    def __setitem__(self, index: int, module: Module) -> None:
-        self.add_module([*self._modules][index], module)
-
-    def forward(self, x: Tensor, **call: Any) -> Any:
+    def forward(self, x: Tensor, **call: Any) -> Any:  # type: ignore[override]
         attention, feed_forward = self
         out = attention(x, **call)
         out, *others = out if isinstance(out, tuple) else (out,)
@@ -191,9 +170,7 @@ def layer_settings(
     if isinstance(config, NSAConfig):
         for name, usual in (("dim", None), *USUAL_SHAPE.items()):
             if shape[name] not in (usual, getattr(config, name)):
-                raise ValueError(
-                    f"{name} must be that of config, {getattr(config, name)}, got {shape[name]}"
-                )
+                raise refusal(name, f"that of config, {getattr(config, name)}", shape[name])
         return config, {}
     if kwargs is None:
         name = RECOMMENDED if config is None else config
@@ -272,10 +249,8 @@ class Transformer(Started):
             activation_checkpointing=activation_checkpointing,
         )  # fmt: skip
         if use_flex_fine_selection and use_triton_fine_selection:
-            raise ValueError(
-                "use_flex_fine_selection and use_triton_fine_selection are two ways to compute one "
-                "branch: set at most one of them"
-            )
+            names = "use_flex_fine_selection and use_triton_fine_selection"
+            raise ValueError(f"{names} are two ways to compute one branch: give one")
         if sparse_attn_kwargs is not None:
             check_type("sparse_attn_kwargs", sparse_attn_kwargs, Mapping, "a dict or None")
         if sparse_attn_kwargs is not None and config is not None:
@@ -304,7 +279,7 @@ class Transformer(Started):
         self.activation_checkpointing = activation_checkpointing
         local = check_layers("local_layers", local_layers, depth)
         if local and not use_sparse_attn:
-            raise ValueError(f"local_layers must be empty with use_sparse_attn=False, got {local}")
+            raise refusal("local_layers", "empty with use_sparse_attn=False", local)
         selecting = [i for i in range(depth) if use_sparse_attn and i not in local]
         sources = check_share_ranking(share_ranking, selecting, depth)
         # layers whose block indices others take
@@ -320,9 +295,7 @@ class Transformer(Started):
                 gate = copied(networks.get("strategy_combine_mlp"))
                 parts, settings = networks | dict(strategy_combine_mlp=gate), layer_config
                 if index in local:  # compressed keys that only rank are not needed
-                    settings = replace(
-                        settings, num_selected_blocks=0, use_diff_topk=False, dense_length=0
-                    )
+                    settings = replace(settings, **LOCAL)
                 elif sources.get(index, index) != index:
                     settings = replace(settings, **GIVEN)
                 if settings is not layer_config and not settings.compresses:
@@ -389,10 +362,9 @@ class Transformer(Started):
         blocks: list[Any] = list(self.layers)
         check_caches(cache, [attn for attn, _ in blocks], return_loss, lengths)
         if return_loss and getattr(blocks[0][0], "context", None) is not None:
-            raise ValueError(
-                "return_loss must be False under context parallelism: the next token may be "
-                "another rank's; shard the labels as the ids, and take the loss of the logits"
-            )
+            # the next token may be another rank's
+            hint = "True: shard the labels as the ids, and take the loss of the logits"
+            raise refusal("return_loss", "False under context parallelism", got=hint)
         bounds = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
         alignment, cached = getattr(blocks[0][0], "alignment", 1), cache is not None or return_cache
         context: Any = getattr(blocks[0][0], "context", None)

@@ -192,10 +192,8 @@ def layout(
             cu_seqlens = cu_seqlens.cpu()
             bounds = cu_seqlens.tolist()
             if bounds[0] != 0 or bounds[-1] != T or sorted(bounds) != bounds:
-                raise ValueError(
-                    f"cu_seqlens must rise from 0 to the number of tokens, {T}, and never fall, "
-                    f"got {describe(bounds)}"
-                )
+                expected = f"rise from 0 to the number of tokens, {T}, and never fall"
+                raise ValueError(f"cu_seqlens must {expected}, got {describe(bounds)}")
         begins = torch.zeros(1, T + 1, dtype=torch.bool, device=cu_seqlens.device)
         begins = begins.index_fill(1, cu_seqlens.long(), True)[:, :T]
     elif segment_ids is not None:

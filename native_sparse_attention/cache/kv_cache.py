@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import TOO_MANY, as_int, check_device, check_int, describe
+from ..checks import TOO_MANY, as_int, check_device, check_int, describe, refusal
 from ..compat import is_exporting
 from ..compress import unfold
 
@@ -158,6 +158,7 @@ def kernels() -> Any:
     return kv_cache
 
 
+ONE_CACHE = "each layer needs a cache of its own, or one that was reset"
 # fewest tokens of a first call that has a graph of its own
 FIRST_GRAPH = 1024
 
@@ -187,15 +188,11 @@ def new_token_counts(
     batch = len(starts)
     counts = [new] * batch if lengths is None else integers("lengths", lengths)
     if len(counts) != batch or any(n < 0 or n > new for n in counts):
-        raise ValueError(
-            f"lengths must be {batch} integers between 0 and {new} (the new tokens), got {counts}"
-        )
+        raise refusal("lengths", f"{batch} integers between 0 and {new}, the new tokens", counts)
     for row, (held, count) in enumerate(zip(starts, counts, strict=True)):
         if max_length is not None and held + count > max_length:
-            raise ValueError(
-                f"cache is full: row {row} holds {held} of max_length={max_length} tokens, "
-                f"{count} more were given"
-            )
+            limit = f"{held} of max_length={max_length} tokens"
+            raise ValueError(f"cache is full: row {row} holds {limit}, {count} more were given")
     return counts
 
 
@@ -212,10 +209,8 @@ def check_entries(
                 raise ValueError(f"cache is on {device}, got {name} on {entries.device}")
             continue
         if entries.device != store.device or entries.dtype != store.dtype:
-            raise ValueError(
-                f"cache holds {name} in {store.dtype} on {store.device}, "
-                f"got {entries.dtype} on {entries.device}"
-            )
+            got = f"{entries.dtype} on {entries.device}"
+            raise ValueError(f"cache holds {name} in {store.dtype} on {store.device}, got {got}")
         if (entries.shape[1], entries.shape[3]) != (store.shape[1], store.shape[3]):
             raise ValueError(
                 f"cache holds {name} of {store.shape[1]} heads x {store.shape[3]}, "
@@ -232,7 +227,7 @@ def integers(name: str, values: Sequence[int] | Tensor) -> list[int]:
     numbers = [as_int(value) for value in elements]
     is_float = isinstance(values, Tensor) and values.is_floating_point()
     if is_float or isinstance(values, (str, bytes, dict)) or None in numbers:
-        raise ValueError(f"{name} must be integers, one for each row, got {describe(values)}")
+        raise refusal(name, "integers, one for each row", values)
     return [number for number in numbers if number is not None]
 
 
@@ -518,15 +513,11 @@ class KVCache:
         for name in (*self._geometry, *geometry) if self._geometry else ():
             held, got = (g.get(name) for g in (self._geometry, geometry))
             if held != got:
-                raise ValueError(
-                    f"cache holds tokens of a layer with {name}={held}, this one has {name}={got}: "
-                    "each layer needs a cache of its own"
-                )
+                other = f"a layer with {name}={held}, this one has {name}={got}"
+                raise ValueError(f"cache holds tokens of {other}: {ONE_CACHE}")
         if self._layer not in (None, layer):
-            raise ValueError(
-                "cache holds tokens of another layer (which a deepcopy of a layer is too): each "
-                "layer needs a cache of its own, or one that was reset"
-            )
+            other = "another layer (which a deepcopy of a layer is too)"
+            raise ValueError(f"cache holds tokens of {other}: {ONE_CACHE}")
 
     def append(
         self, new: dict[str, Tensor], tokens: NewTokens, every: int = 1, saved: bool = False
@@ -750,10 +741,8 @@ def check_cache(
     if cache is None and return_cache:
         cache = KVCache()
     if cache is not None and (cache.page_size or 0) % alignment:
-        raise ValueError(
-            "page_size must be a multiple of the layer's selection_block_size and "
-            f"compress_block_sliding_stride, of {alignment}, got {cache.page_size}"
-        )
+        sizes = "the layer's selection_block_size and compress_block_sliding_stride"
+        raise refusal("page_size", f"a multiple of {sizes}, of {alignment}", cache.page_size)
     if lengths is not None and cache is None:
         raise ValueError("lengths goes with a cache or return_cache=True")
     return cache

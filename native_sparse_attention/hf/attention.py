@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ..attention import SparseAttention
 from ..blocks import GROUP
-from ..checks import IMPORTANCE_RULES, check_choice, check_share_ranking, describe
+from ..checks import IMPORTANCE_RULES, check_choice, check_share_ranking, refusal
 from ..compat import sdpa
 from ..compress import windows_of
 from ..config import GIVEN, AttentionConfig, NSAConfig
@@ -216,9 +216,6 @@ def use_sparse_attention(
             ranking_bits (16), query_heads_share_selected_kv,
             use_diff_topk, backend ("auto"); and share_ranking: indices of layers that rank for
             themselves and for the layers of full attention after them, up to the next of these.
-
-    Raises:
-        ValueError: a model without this form of attention, or a setting that is not of this form.
     """
     decoder = check_model(model)
     saved = dict(getattr(decoder.config, KEY, None) or {})
@@ -247,9 +244,6 @@ def use_sparse_attention(
 def use_dense_attention(model: Model) -> Model:
     """Give a model its own attention back: the implementation that `use_sparse_attention`
     replaced. `model.config` then keeps no settings. Without sparse attention it changes nothing.
-
-    Raises:
-        ValueError: not a model of transformers, or one of SparseAttention layers.
     """
     decoder = check_model(model, is_switched=False)
     if decoder.config._attn_implementation == NAME:
@@ -264,7 +258,7 @@ def check_model(model: Any, is_switched: bool = True) -> PreTrainedModel:
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model must be a PreTrainedModel of transformers, got {describe(model)}")
+        raise refusal("model", "a PreTrainedModel of transformers", model)
     config, name, modules = model.config, type(model).__name__, [*model.modules()]
     sliding_window, problem = getattr(config, "sliding_window", None), None
     is_windowed = sliding_window is not None

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 
 from ..attention import SparseAttention
 from ..cache.kv_cache import KVCache, capacity_of
-from ..checks import check_int, describe
+from ..checks import check_int, refusal
 from ..compress import unfold, windows_of
 from .configuration import drop_in_settings
 from .mask import NSAMask
@@ -55,11 +55,9 @@ def reserve_rankings(key: Tensor, index: Any, heads: int, n: int, is_begun: bool
     if ranking is not None and ranking.shape == shape:
         return ranking
     if is_begun:
-        raise ValueError(
-            "past_key_values must be a SparseCache(model.config) with selection_stride above 1, "
-            f"from the first token on and with fewer than {RANKED_TOKENS} tokens cropped, got one "
-            "without rankings"
-        )
+        expected = "a SparseCache(model.config) with selection_stride above 1, from the first token"
+        expected += f" on and with fewer than {RANKED_TOKENS} tokens cropped"
+        raise refusal("past_key_values", expected, got="one without rankings")
     if rankings is not None:
         with torch.inference_mode(False):  # else no other mode could write
             ranking = torch.full(shape, -1, dtype=torch.int32, device=key.device)
@@ -70,7 +68,7 @@ def reserve_rankings(key: Tensor, index: Any, heads: int, n: int, is_begun: bool
 def window_sizes(config: Any) -> tuple[int, int]:
     """Tokens of a window of the compressed keys, and from window to window, by `model.config`."""
     if not isinstance(config, PreTrainedConfig):
-        raise ValueError(f"config must be model.config, got {describe(config)}")
+        raise refusal("config", "model.config", config)
     settings = drop_in_settings(config.get_text_config(decoder=True))
     return settings["compress_block_size"], settings["compress_block_sliding_stride"]
 
@@ -270,10 +268,9 @@ class KVLayer(CacheLayerMixin):
         if not is_compiling and any(lengths := self.cache.lengths):
             shown = mask.share(NSAMask.earlier_tokens, B, T)
             if lengths != shown:
-                raise ValueError(
-                    f"attention_mask must show the {lengths} tokens that past_key_values holds of "
-                    f"each sequence, got {shown}: give the mask [B, S] of all tokens so far"
-                )
+                expected = f"show the {lengths} tokens that past_key_values holds of each sequence"
+                hint = "give the mask [B, S] of all tokens so far"
+                raise ValueError(f"attention_mask must {expected}, got {shown}: {hint}")
         if mask.tokens is not None:
             new, are_all = mask.share(NSAMask.new_tokens, T)
             if not are_all:
@@ -342,14 +339,12 @@ def layer_of(cache: Any, index: int) -> KVLayer:
     if type(layer) in (DynamicLayer, StaticLayer):
         is_traced = torch.compiler.is_compiling()  # there the host does not know
         if not is_traced and (count := int(layer.get_seq_length())) > 0:
-            raise ValueError(
-                f"past_key_values must be empty or of this model, got the {count} tokens of another"
-            )
+            got = f"the {count} tokens of another"
+            raise refusal("past_key_values", "empty or of this model", got=got)
         layer = cache.layers[index] = KVLayer(getattr(layer, "max_cache_len", None))
     if isinstance(layer, KVLayer):
         return layer
     kind = f"{'an offloaded ' * is_offloaded}{type(cache).__name__} of {type(layer).__name__}"
-    raise ValueError(
-        "past_key_values must be a DynamicCache or a StaticCache on the device with "
-        f'SparseAttention, got {kind}: leave out cache_implementation, or give "static"'
-    )
+    hint = 'leave out cache_implementation, or give "static"'
+    expected = "a DynamicCache or a StaticCache on the device with SparseAttention"
+    raise refusal("past_key_values", expected, got=f"{kind}: {hint}")

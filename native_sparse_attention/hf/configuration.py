@@ -20,8 +20,9 @@ from ..checks import (
     check_number,
     check_share_ranking,
     describe,
+    refusal,
 )
-from ..config import GIVEN, NSAConfig
+from ..config import GIVEN, LOCAL, AttentionConfig, NSAConfig
 from ..presets import RECOMMENDED, preset
 from ..ranking import WEIGHTS
 
@@ -36,21 +37,20 @@ CONVERTED_KEY, LOADER = "nsa_converted", "native_sparse_attention.hf.load_conver
 NO_SIZES: dict[str, Any] = dict(dim=1, dim_head=1, heads=1)
 USUAL = {f.name: f.default for f in fields(NSAConfig)}
 
-# of the drop-in: one softmax over initial, local and ranked blocks, whose largest token is the
-# score of a block
-DEFAULTS = {
-    name: (USUAL | preset(RECOMMENDED))[name]
-    for name in (
-        "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
-        "num_selected_blocks", "importance", "interpolated_importance_score", "num_initial_blocks",
-        "num_local_blocks", "selection_stride", "num_selected_groups", "ranking_bits",
-        "query_heads_share_selected_kv", "dense_length", "use_diff_topk", "backend",
-    )
-}  # fmt: skip
 FIXED: dict[str, Any] = dict(
     branches=("selected",), causal=True, rank_rotated=True, scale=None, soft_cap=None,
     attention_sinks=False, recompute=False, block_sizes=None,
 )  # fmt: skip
+
+
+# of the drop-in: one softmax over initial, local and ranked blocks, whose largest token is the
+# score of a block
+DEFAULTS = {
+    name: value
+    for name, value in (USUAL | preset(RECOMMENDED)).items()
+    if name == "backend" or (hasattr(AttentionConfig, name) and name not in FIXED)
+}
+del DEFAULTS["sliding_window_size"]
 
 
 def layer_config(
@@ -63,8 +63,7 @@ def layer_config(
     """The settings of a layer: those of `user`, replaced by `settings`, or `defaults`. What the
     model decides (`fixed`) a dict may repeat, and an `NSAConfig`, but for branches, leave out."""
     if not isinstance(user, (NSAConfig, Mapping, type(None))):
-        expected = "an NSAConfig, a dict of settings or None"
-        raise ValueError(f"{argument} must be {expected}, got {describe(user)}")
+        raise refusal(argument, "an NSAConfig, a dict of settings or None", user)
     if isinstance(user, NSAConfig):
         values = {name: getattr(user, name) for name in (*defaults, *fixed)}
         needed = {*defaults, "branches"}
@@ -72,8 +71,7 @@ def layer_config(
     values = {**(user or {}), **settings}
     for name, value in fixed.items():
         if (got := values.pop(name, value)) != value:
-            expected = f"{value!r}, which the model decides"
-            raise ValueError(f"{name} must be {expected}, got {describe(got)}")
+            raise refusal(name, f"{value!r}, which the model decides", got)
     check_keywords(values, defaults)
     if "compress_block_size" in values:
         values.setdefault("compress_block_sliding_stride", None)
@@ -133,9 +131,6 @@ class NSAModelConfig(PreTrainedConfig):
         initializer_range: standard deviation of initial embeddings and projections.
         tie_word_embeddings: whether the head has the weights of the embedding.
         options: those of `PreTrainedConfig`.
-
-    Raises:
-        ValueError: an argument out of range, an unknown setting, or incompatible settings.
     """
 
     model_type = "nsa"
@@ -178,7 +173,7 @@ class NSAModelConfig(PreTrainedConfig):
         self.check()
         for name, value in ABSENT.items():
             if (got := options.get(name)) not in (None, value):
-                raise ValueError(f"{name} must be {value!r}, as in this model, got {describe(got)}")
+                raise refusal(name, f"{value!r}, as in this model", got)
         super().__post_init__(**options)
 
     @classmethod
@@ -204,13 +199,11 @@ class NSAModelConfig(PreTrainedConfig):
         if self.head_dim is None:
             self.head_dim, remainder = divmod(self.hidden_size, self.num_attention_heads)
             if remainder:
-                raise ValueError(
-                    f"head_dim must be given where num_attention_heads={self.num_attention_heads} "
-                    f"does not divide hidden_size={self.hidden_size}, got None"
-                )
+                size = f"hidden_size={self.hidden_size}"
+                raise refusal("head_dim", f"given where num_attention_heads does not divide {size}")
         self.head_dim = check_int("head_dim", self.head_dim, 1)
         if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
+            raise refusal("head_dim", "even for rotary embedding", self.head_dim)
         for name in ("rms_norm_eps", "rope_theta"):
             setattr(self, name, check_factor(name, getattr(self, name)))
         check_number("initializer_range", self.initializer_range, "in [0, 1]", 0.0, 1.0)
@@ -248,7 +241,7 @@ class NSAModelConfig(PreTrainedConfig):
         """The settings of a layer; a dense one is one softmax without a limit and a ranking."""
         nsa = dict(self.nsa)
         if index in self.local_layers:
-            nsa |= dict(num_selected_blocks=0, use_diff_topk=False, dense_length=0)
+            nsa |= LOCAL
         elif index in self.dense_layers:
             nsa = {name: nsa[name] for name in DENSE_SETTINGS} | dict(branches=["selected"])
             nsa |= dict(num_selected_blocks=0, dense_length=TOO_LARGE - 1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..attention import SparseAttention
-from ..checks import check_factor, check_share_ranking, describe
+from ..checks import check_factor, check_share_ranking, refusal
 from ..compress import MeanPool
 from ..config import GIVEN, NSAConfig
 from ..initialization import assign, gate_linear
@@ -63,10 +63,6 @@ def convert(
             `index_heads` is kv_heads by default. Windows are compressed by their mean. `gate_bias`
             (12) is the first logit of open gates; closed ones have its negative. `share_ranking`
             lists the layers that rank for those after them, as in `Transformer`.
-
-    Raises:
-        ValueError: a model of another family or without an equivalent, a setting that is unknown,
-            out of range or decided by the model, or branches that cannot begin as full attention.
     """
     decoder = check_model(model)
     if config is None and not settings:
@@ -236,21 +232,17 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
     Args:
         path: a folder.
         settings: settings that replace the kept ones, of those that change no weights.
-
-    Raises:
-        ValueError: a folder of a model that is not converted, or without safetensors.
     """
     from safetensors.torch import load_file
 
     folder = Path(path) if isinstance(path, (str, Path)) else None
     if folder is None or not (folder / "config.json").is_file():
-        raise ValueError(f"path must be a folder with config.json, got {describe(path)}")
+        raise refusal("path", "a folder with config.json", path)
     config = transformers.AutoConfig.from_pretrained(folder)
     text = config.get_text_config(decoder=True)
     saved, files = getattr(text, CONVERTED_KEY, None), sorted(folder.glob("model*.safetensors"))
     if not saved or not files:
-        expected = "a folder of a converted model with model.safetensors"
-        raise ValueError(f"path must be {expected}, got {path}")
+        raise refusal("path", "a folder of a converted model with model.safetensors", got=f"{path}")
     # all but attention as transformers loads it: its formats of experts, buffers in float32
     architecture = getattr(transformers, config.architectures[0])
     loading = dict(dtype=config.dtype or torch.float32, attn_implementation=None)
@@ -296,7 +288,7 @@ def load_viewed(
     is_native = isinstance(config, NSAModelConfig)
     if is_native and settings is not None:
         expected = "None for a model of type 'nsa', whose config.json has its own"
-        raise ValueError(f"settings must be {expected}, got {describe(dict(settings))}")
+        raise refusal("settings", expected, dict(settings))
     # without files some kinds of tokenizers begin with an empty vocabulary
     names = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.*")
     if not is_gguf and not any(file for name in names for file in path.glob(name)):

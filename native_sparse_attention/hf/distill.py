@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import SparseAttention
-from ..checks import check_choice, check_factor, check_ints, check_model, describe
+from ..checks import check_choice, check_factor, check_ints, check_model, refusal
 from ..recipes import ranking_alone
 from .modeling import ranking_losses
 
@@ -58,7 +58,7 @@ def distill(
     check_model(model)
     layers = [module for module in model.modules() if isinstance(module, SparseAttention)]
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 2:
-        raise ValueError(f"ids must be [N, T] integers, got {describe(ids)}")
+        raise refusal("ids", "[N, T] integers", ids)
     is_alone, minimum = stage == "ranking", 0
     for c in (layer.config for layer in layers):
         blocks = c.num_initial_blocks + max(1, c.num_local_blocks) + 2

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from .. import varlen
-from ..checks import INDEX_DTYPES, check_tensor, describe
+from ..checks import INDEX_DTYPES, check_tensor, describe, refusal
 from ..config import AttentionConfig
 from .configuration import CONVERTED_KEY, KEY, NAME, drop_in_settings
 
@@ -153,10 +153,10 @@ def check_call(
     is_causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         got = f"False in {type(module).__name__}"
-        raise ValueError(f"is_causal must be True with sparse attention, got {got}")
+        raise refusal("is_causal", "True with sparse attention", got=got)
     if not isinstance(mask, NSAMask):
-        expected = "[B, S] with sparse attention"
-        raise ValueError(f"attention_mask must be {expected}, got {describe(mask)}: {HINT}")
+        got = f"{describe(mask)}: {HINT}"
+        raise refusal("attention_mask", "[B, S] with sparse attention", got=got)
     values = [options.get(name) for name in ("use_cache", "position_ids", *DOCUMENTS)]
     return mask.share(name_documents, rows, device, *values)  # type: ignore[no-any-return]
 
@@ -202,7 +202,7 @@ def check_layers(config: Any, name: str) -> None:
     # those of MiniMax M3 give their block indices
     if other := sorted(kinds - {"full_attention", "sliding_attention", "minimax_m3_sparse"}):
         expected = "one with layers of full_attention and sliding_attention"
-        raise ValueError(f"model must be {expected}, got {name} with {other}")
+        raise refusal("model", expected, got=f"{name} with {other}")
     if crossed := getattr(config, "cross_attention_layers", None):
         got = f"{name} with cross_attention_layers={[*crossed]}"
         raise ValueError(f"model must be one without cross-attention, got {got}")

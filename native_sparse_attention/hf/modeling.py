@@ -285,9 +285,6 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
         Returns:
             logits [B, T, V], the cache, `ranking_loss`, and `loss`: the mean cross-entropy in nats,
             plus `ranking_loss`. Without labels `loss` is None, and 0 if none of them is predicted.
-
-        Raises:
-            ValueError: a mask, positions or a cache of another form.
         """
         targets, weight = arguments.get("shift_labels"), None
         labels = targets if labels is None else labels

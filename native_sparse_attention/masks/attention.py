@@ -19,6 +19,7 @@ from ..checks import (
     check_scale,
     check_shapes,
     describe,
+    refusal,
 )
 from ..ops.reference import masked_softmax, times, upcast
 from .gallery import ScoreMod, sequence_ids
@@ -81,9 +82,6 @@ def jagged_mask_mod(
 
     `mask_mod` gets the number of the sequence as b and positions within the sequence as i and j.
     None allows all pairs of a sequence. `kv_offsets`: offsets of the keys; by default `offsets`.
-
-    Raises:
-        ValueError: offsets are malformed.
     """
     check_callable("mask_mod", mask_mod, "(b, h, i, j)")
     q_sequence, q_position = kv_sequence, kv_position = locate("offsets", offsets)
@@ -124,10 +122,8 @@ def unpack(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
     nested: Any = x
     is_jagged = isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
     if not is_jagged or x.ndim != 4 or nested._ragged_idx != 1 or nested.lengths() is not None:
-        raise ValueError(
-            f"{name} must be a nested tensor [B, j, heads, width] of layout torch.jagged, without "
-            f"holes between its sequences, got {describe(x)}"
-        )
+        kind = "a nested tensor [B, j, heads, width] of layout torch.jagged"
+        raise refusal(name, f"{kind}, without holes between its sequences", x)
     return nested.values(), nested.offsets()
 
 
@@ -162,9 +158,6 @@ def jagged_attention(
 
     Returns:
         A nested tensor [B j H E] with the offsets of q. A query that sees no key gives 0.
-
-    Raises:
-        ValueError: tensors are not jagged or do not match; both masks are given; no token.
     """
     (q_values, offsets), (k_values, kv_offsets), (v_values, v_offsets) = (
         unpack(name, x) for name, x in (("q", q), ("k", k), ("v", v))
@@ -179,10 +172,9 @@ def jagged_attention(
     if block_mask is None:
         block_mask = jagged_block_mask(mask_mod, offsets, kv_offsets)
     elif mask_mod is not None or block_mask.shape[-2:] != (dims["T"], dims["S"]):
-        raise ValueError(
-            f"block_mask must be of {dims['T']} queries and {dims['S']} keys, without mask_mod, "
-            f"got shape {block_mask.shape} and mask_mod={describe(mask_mod)}"
-        )
+        got = f"shape {block_mask.shape} and mask_mod={describe(mask_mod)}"
+        expected = f"of {dims['T']} queries and {dims['S']} keys, without mask_mod"
+        raise refusal("block_mask", expected, got=got)
     if score_mod is not None:
         score_mod = jagged_score_mod(score_mod, offsets, kv_offsets)
     options: dict[str, Any] = {"score_mod": score_mod, "scale": check_scale(scale)}

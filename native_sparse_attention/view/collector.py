@@ -20,8 +20,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .. import blocks
-from ..attention import SparseAttention
-from ..checks import check_int, check_model, describe
+from ..attention import SparseAttention, find_sparse_layers
+from ..checks import check_int, describe
 from ..compat import no_autocast
 from ..config import AttentionConfig, NSAConfig
 from ..ops import branches, dispatch
@@ -99,11 +99,7 @@ class Collection(dict[str, list[Reading]]):
             readings.clear()
 
     def forward(self) -> list[Reading]:
-        """The reading of each layer in its last call.
-
-        Raises:
-            ValueError: a layer has had no call.
-        """
+        """The reading of each layer in its last call."""
         if idle := [name for name, readings in self.items() if not readings]:
             raise ValueError(f"every layer must have had a call, got none of {idle[0]!r}")
         return [readings[-1] for readings in self.values()]
@@ -137,11 +133,7 @@ class Collection(dict[str, list[Reading]]):
 
 def sparse_layers(model: Any, layers: Any) -> dict[str, SparseAttention]:
     """The sparse layers of a model by name: all, or those given by name or number."""
-    check_model(model)
-    sparse = {n: m for n, m in model.named_modules() if isinstance(m, SparseAttention)}
-    if not sparse:
-        got = f"{type(model).__name__}: a decoder of transformers gets them by convert(model)"
-        raise ValueError(f"model must have SparseAttention layers, got {got}")
+    sparse = find_sparse_layers(model, " (hf.convert gives a decoder of transformers such)")
     if layers is None:
         return sparse
     names = [*sparse, *range(len(sparse))]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import INTEGER_DTYPES, describe
+from ..checks import INTEGER_DTYPES, refusal
 from ..generate import evaluating
 from .collector import Reading, collect
 
@@ -97,19 +97,16 @@ def page(
             of the chosen blocks of these tokens, in these layers.
         title: heading of the page.
         model_kwargs: other arguments of the model; `dict(use_cache=False)` for one of transformers.
-
-    Raises:
-        ValueError: arguments that do not match, or a model without sparse layers.
     """
     try:
         ids = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError):
         ids = torch.empty(0)
     if ids.ndim != 1 or ids.dtype not in INTEGER_DTYPES or not len(ids):
-        raise ValueError(f"tokens must be ids [n] of one text, got {describe(tokens)}")
+        raise refusal("tokens", "ids [n] of one text", tokens)
     texts = list(texts)
     if len(texts) != len(ids) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"texts must be {len(ids)} strings, one a token, got {describe(texts)}")
+        raise refusal("texts", f"{len(ids)} strings, one a token", texts)
     with (
         collect(model, queries, layers=layers, seed=seed) as collection,
         evaluating(model),

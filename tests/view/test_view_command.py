@@ -92,7 +92,7 @@ def test_what_is_no_sparse_run(folder, capsys):
     dense = ["--data", "data", "--name", "dense", "--attention", "dense", "--steps", 1]
     finished(in_process(folder, *dense, "--sample-every", 0, *TINY))
     assert call(folder / "runs" / "dense", *text) == 2
-    assert "must have SparseAttention layers, got Transformer" in told_error(capsys)
+    assert "must have SparseAttention layers (hf.convert" in told_error(capsys)
     dense[dense.index("--name") + 1] = "other"
     done = in_process(folder, *dense, "--view", *TINY)
     assert done.returncode == 2 and "--view goes with sparse attention" in done.stderr
