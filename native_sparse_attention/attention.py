@@ -26,7 +26,6 @@ from .checks import (
     check_bool,
     check_input,
     check_model,
-    check_rows,
     check_type,
     copied,
     refusal,
@@ -65,7 +64,7 @@ def find_sparse_layers(
     layers = {n: m for n, m in named if isinstance(m, SparseAttention) and fits(m)}
     if not layers:
         kind = type(model).__name__
-        raise ValueError(f"model must have SparseAttention layers{expected}, got {kind} without")
+        raise ValueError(f"model must have SparseAttention layers{expected}, got none in a {kind}")
     return layers
 
 
@@ -345,6 +344,7 @@ class SparseAttention(Started):
         disable_triton_kernel = check_bool("disable_triton_kernel", disable_triton_kernel)
         return_cache = check_bool("return_cache", return_cache)
         return_block_indices = check_bool("return_block_indices", return_block_indices)
+        bounds = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
         masks = sliding_window_flex_mask, fine_selection_flex_mask
         functional.check_masks(*masks)
         check_input(inp, config.dim, self.to_qkv)
@@ -359,9 +359,8 @@ class SparseAttention(Started):
 
             return call_uncompiled(
                 self.forward, inp, cache, disable_triton_kernel, *masks, return_cache,
-                lengths=lengths, cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask,
-                documents=documents, block_indices=block_indices,
-                return_block_indices=return_block_indices,
+                lengths=lengths, documents=documents, block_indices=block_indices,
+                return_block_indices=return_block_indices, **bounds,
             )  # fmt: skip
         is_cached = cache is not None
         check_block_indices(inp, block_indices, return_block_indices, is_cached, config)
@@ -370,11 +369,10 @@ class SparseAttention(Started):
         if config.importance == "given" and block_indices is None and not is_dense:
             raise ValueError("block_indices must be given with importance='given', got None")
         is_given = block_indices is not None and not is_dense
-        bounds = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
         layout: Any
         if self.context is None:
-            check_rows(inp, is_cached, lengths, documents, **bounds)
-            layout, lengths = layer_layout(inp, config.alignment, is_cached, lengths, **bounds)
+            alignment = config.alignment
+            layout, lengths = layer_layout(inp, alignment, is_cached, lengths, documents, **bounds)
         else:
             layout = self.context.layout(
                 inp, config, documents, ranking_queries, cache=cache,

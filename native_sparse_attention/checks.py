@@ -54,9 +54,6 @@ def refusal(name: str, expected: str, value: Any = None, *, got: str = "") -> Va
     return ValueError(f"{name} must be {expected}, got {got or describe(value)}")
 
 
-# keywords
-
-
 class UnexpectedKeyword(ValueError, TypeError):
     """An unknown keyword: a TypeError as in Python, and a ValueError as for other arguments."""
 
@@ -69,9 +66,6 @@ def check_keywords(keywords: Iterable[str], accepted: Iterable[str]) -> None:
             similar = difflib.get_close_matches(name, names, n=1)
             hint = f": did you mean {similar[0]}?" if similar else ""
             raise UnexpectedKeyword(f"got an unexpected keyword argument {name!r}{hint}")
-
-
-# values
 
 
 def check_type(name: str, value: Any, kind: type, expected: str) -> None:
@@ -217,9 +211,6 @@ def check_hidden(name: str, factor: Any, width: int) -> int:
     return max(1, int(width * check_number(name, factor, expected, 1 / width, TOO_LARGE)))
 
 
-# inputs of models
-
-
 def check_input(inp: Any, dim: int, linear: Any, name: str = "inp") -> None:
     """Check an input [b, n, dim] of the dtype of the layer's weights. Weights of a wrapper that
     shards or casts them are not compared."""
@@ -265,9 +256,6 @@ def copied(network: Any) -> Any:
     tensors = network.parameters() if isinstance(network, nn.Module) else ()
     modes = {id(mode): mode for t in tensors if (mode := getattr(t, "fake_mode", None)) is not None}
     return deepcopy(network, modes)
-
-
-# tensors
 
 
 def check_shapes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
@@ -347,9 +335,6 @@ def check_broadcasts(
         raise ValueError(
             f"{name} must broadcast to [{' '.join(axes)}] = {sizes}, got {list(tensor.shape)}"
         )
-
-
-# documents and padding
 
 
 def check_bounds(
@@ -437,9 +422,6 @@ def check_block_indices(
         )
 
 
-# settings
-
-
 def check_groups(heads: int, kv_heads: int, tokens: tuple[int, int] | None = None) -> int:
     """Query heads per KV head. `tokens`, the numbers of queries and keys, help to detect axes in
     the wrong order."""
@@ -460,9 +442,6 @@ def check_branches(branches: Any) -> tuple[str, ...]:
         expected = f"some of {', '.join(map(repr, BRANCHES))}, each once"
         raise refusal("branches", expected, branches)
     return names
-
-
-# calls of the attention functions
 
 
 def check_any_offset(

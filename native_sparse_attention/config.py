@@ -136,10 +136,7 @@ class AttentionConfig:
             "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
             "selection_stride",
         )  # fmt: skip
-        flags = (
-            "interpolated_importance_score", "query_heads_share_selected_kv", "causal",
-            "use_diff_topk", "recompute",
-        )  # fmt: skip
+        flags = [name for name, default in DEFAULTS.items() if isinstance(default, bool)]
         self.keep_checked(check_int, *sizes, minimum=1)
         self.keep_checked(check_int, "sliding_window_size", "dense_length", minimum=0)
         self.keep_checked(check_int, "ranking_bits", minimum=1)
@@ -160,10 +157,8 @@ class AttentionConfig:
             expected = f"at least compress_block_sliding_stride={d}"
             raise refusal("compress_block_size", expected, l)
         if s % d and d % s:
-            raise ValueError(
-                "selection_block_size and compress_block_sliding_stride must divide one another, "
-                f"got {s} and {d}"
-            )
+            names = "selection_block_size and compress_block_sliding_stride"
+            raise ValueError(f"{names} must divide one another, got {s} and {d}")
         if s % stride:  # tokens that share a ranking share their own block
             raise ValueError(f"selection_stride must divide selection_block_size={s}, got {stride}")
         if self.ranking_bits not in (8, 16):

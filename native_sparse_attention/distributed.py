@@ -60,8 +60,6 @@ all_gather = getattr(
     collectives, "all_gather_single_autograd", collectives.all_gather_tensor_autograd
 )
 
-all_to_all = collectives.all_to_all_single_autograd
-
 # tensors of a call with a row for each query
 QUERIES = ("q", "cq", "branch_gates", "block_indices")
 
@@ -89,9 +87,6 @@ def refuse(kind: str, arguments: dict[str, Any]) -> None:
             raise refusal(name, f"None under {kind} parallelism", value)
 
 
-# context parallel
-
-
 @dataclass(frozen=True)
 class Route:
     """Which entries of a rank's rows [b n] another order of all rows needs, rank by rank."""
@@ -101,15 +96,13 @@ class Route:
     counts: list[int]  # of each rank
 
     @classmethod
-    def of(cls, entry: Tensor, rank: Tensor, ranks: int, size: int) -> Route:
-        """From this rank's entries [m] of `size`, and the ranks that they go to."""
+    def of(cls, entry: Tensor, rank: Tensor, ranks: int, size: int, device: Any) -> Route:
+        """On a device, from this rank's entries [m] of `size`, and the ranks that they go to."""
         order = entry[rank.argsort(stable=True)]
         place = torch.full((size,), -1, device=order.device)
         place[order] = torch.arange(len(order), device=order.device)
-        return cls(order[None], place[None], rank.bincount(minlength=ranks).tolist())
-
-    def to(self, device: torch.device) -> Route:
-        return Route(self.order.to(device), self.place.to(device), self.counts)
+        counts = rank.bincount(minlength=ranks).tolist()
+        return cls(order[None].to(device), place[None].to(device), counts)
 
 
 @dataclass(frozen=True)
@@ -124,7 +117,8 @@ class ShardedLayout(varlen.Layout):
     def move(self, x: Tensor, sent: Route, received: Route) -> Tensor:
         rows = len(x)
         x = varlen.Move.apply(x.flatten(0, 1)[None], sent.order, sent.place)[0]
-        x = all_to_all(x.contiguous(), received.counts, sent.counts, self.group)
+        counts = received.counts, sent.counts
+        x = collectives.all_to_all_single_autograd(x.contiguous(), *counts, self.group)
         x = varlen.Move.apply(x[None], received.place, received.order)[0]
         return x.unflatten(0, (rows, -1))
 
@@ -144,25 +138,21 @@ class ContextParallel:
         self.group: str = mesh.get_group().group_name
         self.chunks = self.rank, 2 * self.size - 1 - self.rank
 
-    def check(self, inp: Tensor, config: NSAConfig) -> None:
-        """Check the length of the input [b n dim] of a layer."""
-        step = math.lcm(config.d if config.compresses else 1, config.selection_stride)
-        chunk, odd = divmod(inp.shape[1], 2)
-        if odd or chunk % step or chunk < self.halo_size(config):
-            least = 2 * self.halo_size(config)
-            expected = f"a multiple of {2 * step} tokens on each context-parallel rank"
-            raise ValueError(f"inp must have {expected}, at least {least}, got {inp.shape[1]}")
-
     def halo_size(self, config: NSAConfig) -> int:
         """Tokens before a chunk that its windows read, in whole strides."""
         overlap = config.compress_block_size - config.d if config.compresses else 0
         return blocks.ceil_div(overlap, config.d) * config.d
 
     def positions(self, inp: Tensor, config: NSAConfig | None = None) -> Tensor:
-        """The position of each token of [b n ..] in the whole sequence, [b n]."""
+        """The position of each token of [b n ..] in the whole sequence, [b n]. Checks the length of
+        the input of a layer."""
+        chunk, odd = divmod(inp.shape[1], 2)
         if config is not None:
-            self.check(inp, config)
-        chunk = inp.shape[1] // 2
+            step = math.lcm(config.d if config.compresses else 1, config.selection_stride)
+            if odd or chunk % step or chunk < self.halo_size(config):
+                least = 2 * self.halo_size(config)
+                expected = f"a multiple of {2 * step} tokens on each context-parallel rank"
+                raise ValueError(f"inp must have {expected}, at least {least}, got {inp.shape[1]}")
         token = torch.arange(chunk, device=inp.device)
         return torch.cat([token + i * chunk for i in self.chunks]).expand(len(inp), -1)
 
@@ -221,8 +211,8 @@ class ContextParallel:
             places, reversed(places), (n, aligned // self.size), strict=True
         ):
             is_own = rank == self.rank
-            route = Route.of((i + row * size)[is_own], other[is_own], self.size, b * size)
-            routes.append(route.to(inp.device))
+            entry = (i + row * size)[is_own]
+            routes.append(Route.of(entry, other[is_own], self.size, b * size, inp.device))
         first, last, source = own.to(inp.device)
         documents = varlen.Documents(first.int(), last.int())
         return ShardedLayout(
@@ -365,8 +355,6 @@ def context_parallel_unshard(
         sequences.append(gathered.reshape(-1, *tokens.shape[1:]).movedim(0, dim))
     return sequences
 
-
-# tensor parallel
 
 # the dimension by which weights of a layer are sharded, that of heads; others are of all heads.
 # `to_qkv` has rows of queries, keys and values: a rank stores other rows than it multiplies by
@@ -530,9 +518,6 @@ def split_transformer(model: Transformer, mesh: DeviceMesh) -> None:
         replicate(module, mesh)
 
 
-# models of transformers
-
-
 class HeadNormParallel(ParallelStyle):
     """A norm of single heads, whose weights every rank has whole. Its gradient is the sum over
     ranks, each of which has its own heads. (That of torch's SequenceParallel is no sum in 2.8.)"""
@@ -630,9 +615,6 @@ def split_pretrained(model: Any, mesh: DeviceMesh, is_drop_in: bool) -> None:
         replicate(module, mesh)
     if tied:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
-
-
-# all of them
 
 
 def parallelize(

@@ -256,10 +256,8 @@ class Transformer(Started):
         if sparse_attn_kwargs is not None and config is not None:
             raise ValueError("config and sparse_attn_kwargs are two ways to set layers: give one")
         if sparse_attn_kwargs is not None and not use_sparse_attn:
-            warnings.warn(
-                "sparse_attn_kwargs are not used by a Transformer with use_sparse_attn=False",
-                stacklevel=2,
-            )
+            told = "sparse_attn_kwargs are not used by a Transformer with use_sparse_attn=False"
+            warnings.warn(told, stacklevel=2)
         use_sparse_attn |= config is not None
         shape: dict[str, Any] = dict(
             dim=dim, dim_head=dim_head, heads=heads, kv_heads=kv_heads, causal=causal
@@ -361,16 +359,15 @@ class Transformer(Started):
         ids = check_ids("ids", ids, self.token_emb)
         blocks: list[Any] = list(self.layers)
         check_caches(cache, [attn for attn, _ in blocks], return_loss, lengths)
-        if return_loss and getattr(blocks[0][0], "context", None) is not None:
+        context: Any = getattr(blocks[0][0], "context", None)
+        if return_loss and context is not None:
             # the next token may be another rank's
             hint = "True: shard the labels as the ids, and take the loss of the logits"
             raise refusal("return_loss", "False under context parallelism", got=hint)
         bounds = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids, mask=mask)
         alignment, cached = getattr(blocks[0][0], "alignment", 1), cache is not None or return_cache
-        context: Any = getattr(blocks[0][0], "context", None)
         layout: Any
         if context is None:
-            check_rows(ids, cached, lengths, **bounds)
             layout, lengths = layer_layout(ids, alignment, cached, lengths, **bounds)
         else:
             layout = context.layout(

@@ -254,8 +254,8 @@ def test_refusals():
     three = model(branches=("compressed", "selected", "window"), importance="logits",
                   rank_rotated=False, sliding_window_size=4)  # fmt: skip
     for call, message in (
-        (lambda: set_dense(three, True), r"branches=\('selected',\), got Transformer"),
-        (lambda: ranking_alone(three).__enter__(), "importance='index', got Transformer"),
+        (lambda: set_dense(three, True), r"branches=\('selected',\), got none in a Transformer"),
+        (lambda: ranking_alone(three).__enter__(), "importance='index', got none in a Transformer"),
         (lambda: set_dense("model", True), "model must be an nn.Module, got 'model'"),
         (lambda: ranking_alone(None).__enter__(), "model must be an nn.Module, got None"),
         (lambda: set_dense(model(), "False"), "dense must be"),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import ceil_div
-from ..checks import TOO_MANY, check_int, check_ints
+from ..checks import TOO_MANY, check_int, check_ints, refusal
 from .kv_cache import KVCache, allocate_zeros
 
 
@@ -89,9 +89,8 @@ class PagedKVCache(KVCache):
 
     def _check_free(self, needed: int, free: int) -> None:
         if needed > free:
-            raise ValueError(
-                f"cache is full: {needed} pages needed, {free} of num_pages={self.num_pages} free"
-            )
+            held = f"{free} of num_pages={self.num_pages} free"
+            raise ValueError(f"cache is full: {needed} pages needed, {held}")
 
     def _assign(self, pages: list[list[int]]) -> None:
         """Set the pages of each sequence, and update the changed entries of the page table."""
@@ -121,7 +120,7 @@ class PagedKVCache(KVCache):
     def _allocate_stream(self, name: str, like: Tensor, end: int, every: int) -> Tensor:
         slots, odd = divmod(self.page_size, every)
         if odd:
-            raise ValueError(f"page_size must be a multiple of every={every}, got {self.page_size}")
+            raise refusal("page_size", f"a multiple of every={every}", self.page_size)
         store = self._streams.get(name)
         if store is None:
             return allocate_zeros(like, self.num_pages, like.shape[1], slots, like.shape[3])

@@ -208,13 +208,9 @@ def use_sparse_attention(
         model: a causal decoder of transformers, loaded.
         config: an `NSAConfig` or a dict of its settings. Without config and settings, those that
             `model.config.nsa_config` keeps, as after `save_pretrained` and `from_pretrained`.
-        settings: single settings, which replace those of `config` and the defaults:
-            selection_block_size (64), num_selected_blocks (16), num_initial_blocks (1),
-            num_local_blocks (8), dense_length (8192), importance ("max"), compress_block_size and
-            compress_block_sliding_stride (1, tokens themselves rank blocks),
-            interpolated_importance_score, selection_stride, num_selected_groups (0),
-            ranking_bits (16), query_heads_share_selected_kv,
-            use_diff_topk, backend ("auto"); and share_ranking: indices of layers that rank for
+        settings: single settings, which replace those of `config` and the defaults: 16 ranked, 1
+            initial and 8 local blocks of 64 tokens, ranked by their tokens, after dense_length=8192
+            (docs/huggingface.md lists them all); and share_ranking: indices of layers that rank for
             themselves and for the layers of full attention after them, up to the next of these.
     """
     decoder = check_model(model)

@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 )
 
 from ..attention import SparseAttention
-from ..cache.kv_cache import KVCache, capacity_of
+from ..cache.kv_cache import KVCache, allocate_zeros, capacity_of
 from ..checks import check_int, refusal
 from ..compress import unfold, windows_of
 from .configuration import drop_in_settings
@@ -59,9 +59,7 @@ def reserve_rankings(key: Tensor, index: Any, heads: int, n: int, is_begun: bool
         expected += f" on and with fewer than {RANKED_TOKENS} tokens cropped"
         raise refusal("past_key_values", expected, got="one without rankings")
     if rankings is not None:
-        with torch.inference_mode(False):  # else no other mode could write
-            ranking = torch.full(shape, -1, dtype=torch.int32, device=key.device)
-        rankings[index] = ranking
+        rankings[index] = ranking = allocate_zeros(key, *shape, dtype=torch.int32).fill_(-1)
     return ranking
 
 
@@ -251,8 +249,7 @@ class KVLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Count slots on a device from the first call on: compiled steps count in place."""
         if self.is_compileable and isinstance(self.slots, int):
-            with torch.inference_mode(False):  # else no other mode could count
-                self.slots = torch.zeros((), dtype=torch.long, device=key_states.device)
+            self.slots = allocate_zeros(key_states, dtype=torch.long)
         self.is_initialized = True
 
     def update(

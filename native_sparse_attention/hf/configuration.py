@@ -119,9 +119,7 @@ class NSAModelConfig(PreTrainedConfig):
         rope_theta: rotary frequencies are `rope_theta^(-2 i / D)`.
         qkv_bias, out_bias, qk_norm: as in `SparseAttention`.
         dense_layers: indices of layers of dense attention; -1 is the last.
-        local_layers: indices of layers that rank no blocks (`num_selected_blocks=0`).
-        share_ranking: indices of layers that rank for themselves and for the sparse layers after
-            them, up to the next of these, as in `Transformer`. All rank by default.
+        local_layers, share_ranking: as in `Transformer`.
         nsa: the other settings of `NSAConfig`: a dict; a dict with the name of a preset as
             "preset", its "length" perhaps, and what replaces its settings; that name alone
             ("one-softmax" by default); or an `NSAConfig`. It is kept as a dict of all settings.
