@@ -387,7 +387,7 @@ def test_layers_are_seen_on_a_gpu(name):
         (dict(layers="layers.0.0"), "layers must be a list of names of layers"),
         (dict(layers=[]), "layers must be a list of names of layers"),
         (dict(model=3), "must be an nn.Module, got 3"),
-        (dict(model=nn.Linear(2, 2)), "got Linear"),
+        (dict(model=nn.Linear(2, 2)), "got none in a Linear"),
     ],
 )
 def test_bad_arguments(kwargs, message):
