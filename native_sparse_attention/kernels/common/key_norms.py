@@ -25,10 +25,13 @@ BOUNDED_DTYPES = (torch.bfloat16,)
 MAX_KEYS_PER_QUERY = 4
 
 
-@triton.jit
-def raise_norm(k, norms, n, N, line, K, F: tl.constexpr):
-    """Raise a line's norm to the largest norm of keys n. The maximum is of the float32 bits, which
-    have the order of the floats where these are not negative."""
+@triton.jit(do_not_specialize=["N"])
+def nsa_key_norms(k, norms, N, K, F: tl.constexpr):
+    """One program: BLOCK_N of the N keys of one row and head. It raises their norm in `norms`. The
+    maximum is of the float32 bits, which have the order of the floats where these are not
+    negative."""
+    tile, line, _tiles, _lines = grid_position(F.FLIPPED)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     base = k.ptr + b * k.b + h * k.h
     rows = load_rows(base, n.to(tl.int64) * k.n, F.D, F.BLOCK_D, n < N).to(tl.float32)
@@ -36,33 +39,16 @@ def raise_norm(k, norms, n, N, line, K, F: tl.constexpr):
     tl.atomic_max(norms + line, longest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["N", "W", "lines", "tiles"])
-def nsa_key_norms(k, ck, norms, N, W, lines, tiles, K, F: tl.constexpr):
-    """One program: BLOCK_N of the N keys of one row and head, or of the W compressed keys, which
-    begin with their own tile. It raises their norm in `norms`."""
-    tile, line, _tiles, _lines = grid_position(F.FLIPPED)
-    if tile < tiles:
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        raise_norm(k, norms, n, N, line, K, F)
-    else:
-        n = (tile - tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-        raise_norm(ck, norms + lines, n, W, line, K, F)
-
-
-def key_norms(q: Tensor, k: Tensor, ck: Tensor | None = None) -> tuple[Tensor | None, ...]:
+def key_norms(q: Tensor, k: Tensor) -> Tensor | None:
     """The largest norm of the keys k [B N K D] of each row and head, [B K] in float32, for queries
-    q [B T H D]; and of ck [B W K D], by the same launch. None if kernels cannot use the norms or if
-    computing them does not pay."""
+    q [B T H D]. None if kernels cannot use the norms or if computing them does not pay."""
     B, N, K, D = k.shape
     if k.dtype not in BOUNDED_DTYPES or MAX_KEYS_PER_QUERY * q.shape[1] < N:
-        return None, None
-    norms = k.new_zeros(2, B, K, dtype=torch.float32)
-    W = 0 if ck is None else ck.shape[1]
-    tiles = cdiv(N, BLOCK_N.value)
-    grid, flipped = launch.grid(tiles + cdiv(W, BLOCK_N.value), B * K)
-    if B * K * (N + W):
+        return None
+    norms = k.new_zeros(B, K, dtype=torch.float32)
+    grid, flipped = launch.grid(cdiv(N, BLOCK_N.value), B * K)
+    if k.numel():
         launcher(nsa_key_norms, grid)(
-            strided(k), strided(k if ck is None else ck), norms.view(torch.int32), N, W, B * K,
-            tiles, K, F=Settings(D, launch.padded(D), flipped),
-        )  # fmt: skip
-    return norms[0], None if ck is None else norms[1]
+            strided(k), norms.view(torch.int32), N, K, F=Settings(D, launch.padded(D), flipped)
+        )
+    return norms

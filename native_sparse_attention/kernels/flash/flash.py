@@ -513,7 +513,7 @@ def forward(
     `sinks` and `inner_sinks` [H] are float32, both or none; `norms` are the norms of
     `key_norms.py`, if known."""
     q, k, v = inputs[:3]
-    norms = key_norms(q, k)[0] if norms is None else norms
+    norms = key_norms(q, k) if norms is None else norms
     has_sinks, results = sinks is not None or inner_sinks is not None, launch.empty_outputs(q, v)
     launch_plan = plan("forward", inputs.facts(), launch.tuning(), has_sinks, norms is not None)
     if inputs.inner is not None:

@@ -279,15 +279,13 @@ def forward_branches(
     is_concurrent = rank is not None and (is_single or config.importance != "probs")
     is_concurrent = is_concurrent and t.leader_indices is None and t.documents is None
 
-    def attend_compressed() -> Any:
-        norms, norms_cmp = key_norms(q, k, None if is_single else t.ck)
-        if is_single:
-            return norms, None, None
-        compressed = inputs_of["compressed"]
-        return norms, *flash.forward(compressed, sink_of["compressed"], norms=norms_cmp)
-
+    norms = key_norms(q, k)
+    out_cmp: Any = None
+    lse_cmp: Any = None
+    compressed: Any = inputs_of.get("compressed"), sink_of.get("compressed")
     if not is_concurrent:
-        norms, out_cmp, lse_cmp = attend_compressed()
+        if not is_single:
+            out_cmp, lse_cmp = flash.forward(*compressed)
         if rank is not None:
             rank(lse_cmp)
     selection = selection_of(t, block_indices, config)
@@ -306,8 +304,8 @@ def forward_branches(
                 rank(None)
             if plan is not None:
                 plan.run(selection)
-        if is_concurrent:
-            norms, out_cmp, lse_cmp = attend_compressed()
+        if is_concurrent and not is_single:
+            out_cmp, lse_cmp = flash.forward(*compressed)
         if is_single:
             forced = selected.forced_blocks(inputs)
             if forced is not None:
