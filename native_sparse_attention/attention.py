@@ -516,7 +516,7 @@ class SparseAttention(Started):
                 counters=cache.workspace(q.device, config.kv_heads, decode.COUNTERS), ranking=ring,
             )  # fmt: skip
             if return_block_indices and not is_given:
-                indices = decode.new_indices(step, steps)
+                indices = branches.no_blocks(step, steps, steps.num_selected_blocks)
                 step = step.but(new_indices=indices)
             out = decode.run_decode_kernels(steps, functional.expand_heads(step)).flatten(2)
         else:

@@ -33,7 +33,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("ops", "dense"),
     ("masks", "ops.triton"),
     ("kernels.decode", "ops.chunked"),
-    ("ops.reference", "ops.local"),
+    ("ops.reference",),
     ("config", "ops.call"),
     ("block_sizes", "presets", "kernels.selected"),
     ("kernels.flash", "kernels.topk", "kernels"),

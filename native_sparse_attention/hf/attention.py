@@ -165,7 +165,7 @@ def attention(
         counters = decode.workspace(B, k.shape[2], q.device)
         call = call.but(lengths=starts, counts=counts, counters=counters, ranking=ranking)
         if is_source:
-            block_indices = decode.new_indices(call, config)
+            block_indices = branches.no_blocks(call, config, config.num_selected_blocks)
             call = call.but(new_indices=block_indices)
         out = decode.run_decode_kernels(config, call)
     elif is_dense and context is None:

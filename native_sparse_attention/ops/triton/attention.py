@@ -216,7 +216,7 @@ def backward(
             out, *lses = saved_rows
             d_out = torch.zeros_like(out) if d_outs[0] is None else aligned(d_outs[0])
             d_lse = None if d_outs[1] is None else d_outs[1].contiguous()
-            gates, each = [None], [combine.backward_inputs(d_out, out, lses[0], d_lse)]
+            each = [combine.backward_inputs(d_out, out, lses[0], d_lse)]
         else:
             d_out = aligned(d_outs[0])
             if config.recompute:
@@ -226,7 +226,6 @@ def backward(
                 del outs
             else:
                 *lses, gated, delta = saved_rows
-            gates = t.branch_gates.unbind(-1)
             pairs = zip(gated, delta, strict=True)
             each = [launch.BackwardInputs(d_out, *pair, gated=True) for pair in pairs]
         bwd = dict(zip(config.branches, each, strict=True))
@@ -234,11 +233,11 @@ def backward(
             grads |= backward_branches(t, block_indices, bwd, config)
         else:
             grads |= backward_range(t, each[0], config)
-        if t.sinks is not None:
+        if t.sinks is not None:  # `-sum p delta` over the queries, times gates: a sink has value 0
+            gates = [1.0] if t.branch_gates is None else t.branch_gates.float().unbind(-1)
             rows = zip(t.sinks, lses, each, gates, strict=True)
-            grads["sinks"] = torch.stack(
-                [sink_grads(sink, lse, branch.delta, gate) for sink, lse, branch, gate in rows]
-            )
+            weighted = [torch.exp(sink - lse) * b.delta * gate for sink, lse, b, gate in rows]
+            grads["sinks"] = torch.stack([-w.sum((0, 1)) for w in weighted])
     return grads
 
 
@@ -509,30 +508,16 @@ def range_inputs(branch: str, t: Call, config: AttentionConfig) -> Any:
     if branch == "compressed":
         if t.ck is not None:
             q, k, v = q if t.cq is None else t.cq, t.ck, t.cv
-        kind = primitives.BEHIND if config.causal else primitives.EVERYTHING
+        kind, memory = primitives.BEHIND if config.causal else primitives.EVERYTHING, None
+        if t.mem_k is not None and t.mem_k.shape[1]:  # [K m D] -> [B m K D]
+            batch = (len(q), -1, -1, -1)
+            memory = tuple(m.transpose(0, 1).expand(batch) for m in (t.mem_k, t.mem_v))
         kv_range = KVRange(kind.value, stride=config.d, unit=config.d, **common)
-        return flash.Inputs(q, k, v, kv_range, scale, memory(t))
+        return flash.Inputs(q, k, v, kv_range, scale, memory)
     if t.window_k is not None:
         k, v = t.window_k, t.window_v
     kind = primitives.CAUSAL_WINDOW if config.causal else primitives.TWO_SIDED_WINDOW
     return flash.Inputs(q, k, v, KVRange(kind.value, config.sliding_window_size, **common), scale)
-
-
-def memory(t: Call) -> tuple[Tensor, Tensor] | None:
-    """Memory [K m D] as keys and values [B m K D] before all others; None without memory."""
-    if t.mem_k is None or t.mem_v is None or t.mem_k.shape[1] == 0:
-        return None
-    batch = t.q.shape[0]
-    k, v = (m.transpose(0, 1).expand(batch, -1, -1, -1) for m in (t.mem_k, t.mem_v))
-    return k, v
-
-
-def sink_grads(sinks: Tensor, lse: Tensor, delta: Tensor, gates: Tensor | None = None) -> Tensor:
-    """Gradient of the sinks [H] of a branch: `-sum p delta` over the queries, times the gates if
-    given (a sink has value 0). lse, delta and gates are [B T H]."""
-    weighted = torch.exp(sinks - lse) * delta
-    weighted = weighted if gates is None else weighted * gates.float()
-    return -weighted.sum((0, 1))
 
 
 # the ranking alone
