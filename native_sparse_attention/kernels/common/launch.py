@@ -26,7 +26,6 @@ from .tile_configs import (
     ARCHITECTURES,
     ELSEWHERE,
     ENOUGH_PROGRAMS,
-    FEW_BLOCKS,
     FEW_HEADS,
     FEWER_KEYS,
     MAX_COLUMN_N,
@@ -482,11 +481,10 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def topk_tile(
-    rule: str, width: int, groups: int, n: int, dtype: torch.dtype, interpolated: bool = False,
-    blocks: int = UNLIMITED,
-) -> TopkTileConfig:  # fmt: skip
-    """The tile config of the ranking of `blocks` blocks: heads of `width`, `groups` of which share
-    a ranking, and the n best blocks."""
+    rule: str, width: int, groups: int, n: int, dtype: torch.dtype, interpolated: bool = False
+) -> TopkTileConfig:
+    """The tile config of a ranking: heads of `width`, `groups` of which share it, and the n best
+    blocks."""
     tables, is_float32 = architecture(), dtype == torch.float32
     if rule == "probs":
         tile = PROBS_FLOAT32 if is_float32 else row(row(tables.probs, width), groups)
@@ -496,8 +494,6 @@ def topk_tile(
             tile = replace(tile, columns=2 * tile.columns, num_warps=2 * tile.num_warps)
     else:
         tile = row(tables.interpolated if interpolated else tables.logits, width)
-        if blocks <= FEW_BLOCKS:
-            tile = replace(tile, block_n=min(tile.block_n, 32))
     tile = replace(tile, num_stages=min(tile.num_stages, tables.max_stages))
     tile = override.get(f"ranking.{rule}", tile)
     if rule == "probs":

@@ -79,8 +79,6 @@ class TopkTileConfig:
     merge_n: int = 32
 
 
-# up to this many blocks are ranked 32 per step: faster for 128 blocks, slower for 1024
-FEW_BLOCKS = 128
 # `max`: a step scores windows of `columns` blocks
 MAX_TILES = {128: TopkTileConfig(64, 128, 4, 8, 4, 3), 256: TopkTileConfig(64, 64, 4, 8, 4, 2)}
 MAX_FLOAT32 = TopkTileConfig(64, 32, 0, 0, 4, 1)

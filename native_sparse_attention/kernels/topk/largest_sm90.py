@@ -251,15 +251,7 @@ def write(scores, blocks, out, leader_indices, tile, line, first, call, CONSUMER
         best = gl.max(scores[0], 1)
         is_best = scores[0] == best[:, None]
         c = gl.min(gl.where(is_best, blocks[0], topn.NO_BLOCK), 1)
-        is_taken = blocks[0] == c[:, None]
-        new_scores = ()
-        new_blocks = ()
-        for depth in gl.static_range(1, SLOTS):
-            new_scores += (gl.where(is_taken, scores[depth], scores[depth - 1]),)
-            new_blocks += (gl.where(is_taken, blocks[depth], blocks[depth - 1]),)
-        new_scores += (gl.where(is_taken, float("-inf"), scores[SLOTS - 1]),)
-        new_blocks += (gl.where(is_taken, topn.NO_BLOCK, blocks[SLOTS - 1]),)
-        scores, blocks = new_scores, new_blocks
+        scores, blocks = topn.take(scores, blocks, c)
         value = gl.where(c == topn.NO_BLOCK, -1, c)
         if F.STRIDE > 1:
             leader = -1

@@ -423,7 +423,7 @@ def plan(
     (B, T, H, D), K, dtype = q.shape, ck.shape[2], q.dtype
     G, s, d, stride = H // ranks, config.selection_block_size, config.d, config.selection_stride
     importance, interpolated = config.importance, config.interpolated_importance_score
-    tile = launch.topk_tile(importance, D, G, n, dtype, interpolated, num_ranked)
+    tile = launch.topk_tile(importance, D, G, n, dtype, interpolated)
     probs, is_max, block_d = importance == "probs", importance == "max", launch.padded(D)
     is_quantized = config.ranking_bits == 8
     halves = 1 if is_quantized or (is_max and dtype != torch.float32) else 2

@@ -129,6 +129,20 @@ def fold(running, s, c, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def take(scores, blocks, c):
+    """The sorted columns without blocks c [M], at the top of theirs."""
+    is_taken = blocks[0] == c[:, None]
+    new_scores = ()
+    new_blocks = ()
+    for depth in tl.static_range(1, len(scores)):
+        new_scores += (tl.where(is_taken, scores[depth], scores[depth - 1]),)
+        new_blocks += (tl.where(is_taken, blocks[depth], blocks[depth - 1]),)
+    new_scores += (tl.where(is_taken, NO_SCORE, scores[len(scores) - 1]),)
+    new_blocks += (tl.where(is_taken, NO_BLOCK, blocks[len(blocks) - 1]),)
+    return new_scores, new_blocks
+
+
+@triton.jit
 def merge_columns(running, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr):
     """The SLOTS best of the columns [M, SLOTS_2], and 1 if a column may have lost one of them."""
     scores, blocks, lost = running
@@ -141,15 +155,7 @@ def merge_columns(running, SLOTS: tl.constexpr, SLOTS_2: tl.constexpr):
         nth = tl.max(scores[0], 1)
         c = tl.min(tl.where(scores[0] == nth[:, None], blocks[0], NO_BLOCK), 1)
         indices = tl.where(slot == j, c[:, None], indices)
-        is_taken = blocks[0] == c[:, None]
-        new_scores = ()
-        new_blocks = ()
-        for depth in tl.static_range(1, DEPTH):
-            new_scores += (tl.where(is_taken, scores[depth], scores[depth - 1]),)
-            new_blocks += (tl.where(is_taken, blocks[depth], blocks[depth - 1]),)
-        new_scores += (tl.where(is_taken, NO_SCORE, scores[DEPTH - 1]),)
-        new_blocks += (tl.where(is_taken, NO_BLOCK, blocks[DEPTH - 1]),)
-        scores, blocks = new_scores, new_blocks
+        scores, blocks = take(scores, blocks, c)
     # a column's lost scores rank below all scores that it kept: they matter only if all of these
     # were taken, and never if the column is as deep as the top n
     missed = (blocks[0] == NO_BLOCK) & (lost >= nth[:, None]) & (lost > NO_SCORE)
