@@ -1,5 +1,9 @@
 """Norms of keys, for the row bound: |scale q . k| <= |scale| |q| |k|. A kernel subtracts a small
-bound in place of the running maximum, and skips the rescaling; see `primitives.measured_from`."""
+bound in place of the running maximum, and skips the rescaling.
+
+With a bound of B the largest term is at least 2**(-2 B), and terms 2**(126 - 2 B) times smaller
+underflow. With fewer than 16 keys the rounding of the largest term would be noticeable: after
+subtraction of the maximum it is exactly 1."""
 
 from collections import namedtuple
 
@@ -41,9 +45,11 @@ def nsa_key_norms(k, norms, N, K, F: tl.constexpr):
 
 def key_norms(q: Tensor, k: Tensor) -> Tensor | None:
     """The largest norm of the keys k [B N K D] of each row and head, [B K] in float32, for queries
-    q [B T H D]. None if kernels cannot use the norms or if computing them does not pay."""
+    q [B T H D]. None if kernels cannot use the norms (those for Hopper GPUs do) or if computing
+    them does not pay."""
     B, N, K, D = k.shape
-    if k.dtype not in BOUNDED_DTYPES or MAX_KEYS_PER_QUERY * q.shape[1] < N:
+    is_used = k.dtype in BOUNDED_DTYPES and launch.supports_gluon(k)
+    if not is_used or MAX_KEYS_PER_QUERY * q.shape[1] < N:
         return None
     norms = k.new_zeros(B, K, dtype=torch.float32)
     grid, flipped = launch.grid(cdiv(N, BLOCK_N.value), B * K)

@@ -247,42 +247,13 @@ def softmax_step(s, v, acc, m, l, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def measured_from(q, norms, line, scale, keys, m, EMPTY: tl.constexpr):
-    """The number m that a tile of rows q [M, D] subtracts from its logits `scale q.k`: the row
-    bound if it is small enough, else the running maximum m (-inf with EMPTY). Also the factor that
-    rescales sums so far, and whether the rows must follow the maximum. A line is a row and KV head.
-
-    With a bound of B the largest term is at least 2**(-2 B), and terms 2**(126 - 2 B) times smaller
-    underflow. With fewer than 16 `keys` the rounding of the largest term would be noticeable: after
-    subtraction of the maximum it is exactly 1."""
-    q = q.to(tl.float32)
-    # one bound for all rows: it needs no layout conversion
-    squares = tl.where(keys < 16, float("inf"), tl.sum(q * q, 1))
-    bound = tl.sqrt(tl.max(squares, 0)) * (tl.load(norms + line) * tl.abs(scale))
-    small = bound <= LARGEST_BOUND
-    factor = 1.0
-    if not EMPTY:
-        small = small & (tl.max(m, 0) - bound <= LARGEST_BOUND)
-        factor = tl.where(small, tl.exp2(m - bound), 1.0)
-    return tl.where(small, bound, m), factor, small == 0
-
-
-@triton.jit
-def scaled_step(s, scale, bias, v, acc, m, l, large, pointer, n, BOUNDED: tl.constexpr,
-                PRECISION: tl.constexpr):  # fmt: skip
+def scaled_step(s, scale, bias, v, acc, m, l, PRECISION: tl.constexpr):
     """`softmax_step` of logits `scale s + bias[:, None]`, for a scale > 0. One FMA per element
-    scales s and subtracts the maximum. With BOUNDED it subtracts m, the row bound, unless logits
-    may be `large` (see `rare` for `pointer` and n)."""
-    m_safe = m
-    if not BOUNDED:
-        large = True
-    if large:
-        if BOUNDED:
-            rare(pointer, n)
-        m_old, m = m, tl.maximum(m, tl.max(s, 1) * scale + bias)
-        m_safe = tl.where(m == float("-inf"), 0.0, m)
-        alpha = tl.exp2(m_old - m_safe)
-        acc, l = acc * alpha[:, None], l * alpha
+    scales s and subtracts the maximum."""
+    m_old, m = m, tl.maximum(m, tl.max(s, 1) * scale + bias)
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    alpha = tl.exp2(m_old - m_safe)
+    acc, l = acc * alpha[:, None], l * alpha
     p = tl.exp2(s * scale + (bias - m_safe)[:, None])
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, m, l + tl.sum(p, 1)

@@ -42,7 +42,7 @@ Outputs = namedtuple("Outputs", "out lse inner_out inner_lse", defaults=(None, N
 Settings = namedtuple(
     "Settings",
     "G D E BLOCK_D BLOCK_E BLOCK_M BLOCK_N KIND INNER PREFIX RAGGED DOCUMENTS CAP SINKS TMA "
-    "POSITIVE BOUNDED GATED ADD WIDE FLIPPED",
+    "POSITIVE GATED ADD WIDE FLIPPED",
 )
 
 
@@ -104,8 +104,8 @@ def prefix_end(position, P, PREFIX: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_flash_fwd(
-    q, k, v, pk, pv, outputs, norms, sinks, inner_sinks, starts, documents, start, T, N, P, K,
-    kv_range, scale_log2, cap, F: tl.constexpr,
+    q, k, v, pk, pv, outputs, sinks, inner_sinks, starts, documents, start, T, N, P, K, kv_range,
+    scale_log2, cap, F: tl.constexpr,
 ):  # fmt: skip
     """One program owns a tile of queries of one sequence and KV head. It writes out and lse; with
     INNER also those of the local blocks and the initial keys."""
@@ -143,21 +143,8 @@ def nsa_flash_fwd(
         tiles_seen = initial_step + tl.cdiv(inner_floor, F.BLOCK_N)
         all_hi = tl.minimum(all_hi, local_first)
 
-    large_logits = True
-    if F.BOUNDED:
-        keys = hi - lo
-        if F.INNER:
-            keys = end - local + tl.minimum(position + 1, inner_floor)
-        m, factor, large_logits = steps.measured_from(
-            q_tile, norms, b * K + h, scale_log2, tl.where(real, keys, 16), m, not F.SINKS
-        )
-        if F.SINKS:
-            l *= factor
     if F.INNER:
         outer_m, outer_l, outer_acc = m, l, acc
-        inner_m = tl.full([F.BLOCK_M], float("-inf"), tl.float32)
-        if F.BOUNDED:
-            inner_m = tl.where(large_logits, inner_m, m)
 
     for j in range(0, tiles_seen):
         n0 = begin + j * F.BLOCK_N
@@ -176,7 +163,7 @@ def nsa_flash_fwd(
                 steps.rare(lse, n0)
                 outer_acc, outer_m, outer_l = acc, m, l
                 acc, l = tl.zeros_like(acc), tl.zeros_like(l)
-                m = inner_m
+                m = tl.full([F.BLOCK_M], float("-inf"), tl.float32)
                 lo, hi = local, end
                 all_lo, all_hi = local_last, hi_first
             if j == initial_step:
@@ -189,9 +176,7 @@ def nsa_flash_fwd(
         if (n0 < all_lo) | (n0 + F.BLOCK_N > all_hi):
             steps.rare(lse, n0)
             s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
-        acc, m, l = steps.scaled_step(
-            s, unit_scale, 0.0, v_tile, acc, m, l, large_logits, lse, n0, F.BOUNDED, "ieee"
-        )
+        acc, m, l = steps.scaled_step(s, unit_scale, 0.0, v_tile, acc, m, l, "ieee")
 
     if F.INNER:
         if tiles_seen == initial_step:
@@ -213,9 +198,7 @@ def nsa_flash_fwd(
             v_tile = steps.load_keys(pv, b, h, n, n0, n < P, F.E, F.BLOCK_E, False)
             s = logits(q_tile, k_tile, scale_log2, cap, F)
             s = tl.where(n[None] < hi[:, None], s, float("-inf"))
-            acc, m, l = steps.scaled_step(
-                s, unit_scale, 0.0, v_tile, acc, m, l, True, lse, n0, False, "ieee"
-            )
+            acc, m, l = steps.scaled_step(s, unit_scale, 0.0, v_tile, acc, m, l, "ieee")
     steps.store_softmax(out, lse, row, acc, m, l, F.E, F.BLOCK_E, real)
 
 
@@ -481,7 +464,7 @@ def plan(
     settings = Settings(
         groups, D, E, launch.padded(D), launch.padded(E), tile.block_m, tile.block_n, kv_range.kind,
         call.inner is not None, prefix.value, kv_range.starts, kv_range.documents,
-        kv_range.soft_cap, sinks, tma, call.scale > 0, bounded, gated, add, wide, flipped,
+        kv_range.soft_cap, sinks, tma, call.scale > 0, gated, add, wide, flipped,
     )  # fmt: skip
     options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
     return Plan(grid, dict(F=settings, kv_range=call.numbers(), **lengths, **options))
@@ -496,6 +479,7 @@ def run(kernel: str, launch_plan: Plan, inputs: Inputs, **args: Any) -> None:
         return
     F, (q, k, v, kv_range) = launch_plan.args["F"], inputs[:4]
     keys, values = (launch.keys_argument(t, F.BLOCK_N, F.TMA) for t in (k, v))
+    args.pop("norms", None)  # of the Hopper kernel
     if "P" in launch_plan.args:
         args["pk"], args["pv"] = (strided(t) for t in inputs.prefix or (q, q))
     launcher(KERNELS[kernel], launch_plan.grid)(
@@ -510,8 +494,7 @@ def forward(
     norms: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """out [B T H E] and natural lse [B T H]; with an `inner` range also those of its attention.
-    `sinks` and `inner_sinks` [H] are float32, both or none; `norms` are the norms of
-    `key_norms.py`, if known."""
+    `sinks` and `inner_sinks` [H] are float32, both or none; `norms` are those of keys, if known."""
     q, k, v = inputs[:3]
     norms = key_norms(q, k) if norms is None else norms
     has_sinks, results = sinks is not None or inner_sinks is not None, launch.empty_outputs(q, v)

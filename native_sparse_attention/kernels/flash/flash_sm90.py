@@ -297,7 +297,7 @@ def process_blocks(
 @gluon.jit
 def measured_from(q, key_norm, scale_log2, keys, real, m):
     """The row bounds, if all are small and each row sees at least 16 keys, else m; and whether the
-    bounds are used. See `primitives.measured_from`."""
+    bounds are used. See `key_norms.py`."""
     x = q.to(gl.float32)
     bound = gl.convert_layout(gl.sqrt(gl.sum(x * x, 1)), m.type.layout)
     bound = bound * (key_norm * gl.abs(scale_log2))
