@@ -20,12 +20,10 @@ from ..common.precompile import launcher
 from ..common.primitives import candidates_end, load_rows
 from ..topk.topn import NO_BLOCK, NO_SCORE
 from .kv_cache import cache_offsets
-from .step import cache_arguments
+from .step import NEVER, cache_arguments
 
 # keys of a program of the first stage; units of which one warp takes the best without a barrier
 PROGRAM_KEYS, ONE_WARP = 64, 512
-# more units than a sequence has
-EVERY = tl.constexpr(1 << 30)
 
 # of a stage: heads of a ranking and rankings of a KV head; keys of a program, and of each unit that
 # is scored; units of `s` tokens, of which N are kept; how many were kept by the stage before, each
@@ -43,7 +41,7 @@ def candidates_of(cache, line, T, RANKS, F: tl.constexpr):
     ranks, 0 for padding."""
     r, t, b = line % RANKS, line // RANKS % T, (line // RANKS // T).to(tl.int64)
     length = tl.load(cache.lengths + b).to(tl.int32)
-    end = candidates_end(length + t, EVERY, F.LOCAL, F.d, F.s, True)
+    end = candidates_end(length + t, NEVER, F.LOCAL, F.d, F.s, True)
     if F.HAS_COUNTS:
         end = tl.where(t < tl.load(cache.counts + b), end, 0)
     return b, t, r, end

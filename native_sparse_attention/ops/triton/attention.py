@@ -128,15 +128,12 @@ def backward_preprocess(d_out, saved_rows, gates):
     return list(combine.backward(d_out.contiguous(), saved_rows[:3], saved_rows[3:], gates))
 
 
-def backward_fake(d_outs, inputs, block_indices, saved_rows, is_needed, start, key):
-    leaves = zip(inputs, is_needed, strict=False)
-    return [t.new_empty(t.shape) for t, needs_grad in leaves if needs_grad]
-
-
 @operator(
     "attend_backward(Tensor?[] d_outs, Tensor?[] inputs, Tensor block_indices, "
     "Tensor[] saved_rows, bool[] is_needed, SymInt start, str key) -> Tensor[]",
-    fake=backward_fake,
+    fake=lambda d_outs, inputs, block_indices, saved_rows, is_needed, *_: [
+        t.new_empty(t.shape) for t, needed in zip(inputs, is_needed, strict=False) if needed
+    ],
 )
 def attend_backward(d_outs, inputs, block_indices, saved_rows, is_needed, start, key):
     """Gradients of the needed differentiable inputs, in order, from those of the output and of
@@ -523,13 +520,11 @@ def range_inputs(branch: str, t: Call, config: AttentionConfig) -> Any:
 # the ranking alone
 
 
-def ranking_fake(inputs, start, seq_len, key):
-    return empty_block_indices(unflatten(inputs, start), config_of_key(key))
-
-
 @operator(
     "select_blocks(Tensor?[] inputs, SymInt start, SymInt seq_len, str key) -> Tensor",
-    fake=ranking_fake,
+    fake=lambda inputs, start, _, key: empty_block_indices(
+        unflatten(inputs, start), config_of_key(key)
+    ),
 )
 def rank_blocks(inputs, start, seq_len, key):
     """Top-n of the blocks of `seq_len` tokens: block indices [B T R n], int32."""

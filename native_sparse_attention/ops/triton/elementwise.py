@@ -67,15 +67,12 @@ def rotate(
 # from the output of a projection to heads, some of them rotated
 
 
-def heads_backward_fake(dq, dcq, dk, *_):
-    (B, H, T, D), K = dq.shape, dk.shape[1]
-    return dq.new_empty(B, T, (H + 2 * K) * D)
-
-
 @operator(
     "projected_heads_backward(Tensor dq, Tensor dcq, Tensor dk, Tensor dck, Tensor dv, Tensor dcv, "
     "Tensor freqs, Tensor? positions, SymInt start, float factor) -> Tensor",
-    fake=heads_backward_fake,
+    fake=lambda dq, dcq, dk, *_: dq.new_empty(
+        dq.shape[0], dq.shape[2], (dq.shape[1] + 2 * dk.shape[1]) * dq.shape[3]
+    ),
 )
 def projected_heads_backward(dq, dcq, dk, dck, dv, dcv, freqs, positions, start, factor):
     """Gradient of the input of `ProjectedHeads`."""
