@@ -28,46 +28,35 @@ def torchrun(script: str | Path, processes: int, *arguments: str, restarts: int 
     return result.stdout
 
 
-def test_two_processes():
-    """Wrapped in DDP or sharded by FSDP, the layer is itself."""
-    printed = torchrun("distributed_worker.py", 2)
-    for wrapper in ("ddp", "fsdp"):
-        assert printed.count(f"{wrapper} equals one process") == 2
-    assert printed.count("deferred starts") == 4  # of two networks
-    assert printed.count("SparseAttention does not support torch's context_parallel") == 2
-
-
-@pytest.mark.parametrize("processes", [2, 4])
-def test_context_parallel(processes):
-    printed = torchrun("context_parallel_worker.py", processes)
-    assert printed.count("shards equal whole sequences") == processes
-
-
-def test_parallel(tmp_path):
-    """Data, tensor and context parallel alone, what is refused, and a checkpoint after which a
-    rank was killed in a save."""
+def test_two_processes(tmp_path):
+    """Data, tensor and context parallel alone, DDP and FSDP, layers of a sharded sequence, what is
+    refused, and a checkpoint after which a rank was killed in a save."""
     printed = torchrun("parallel_worker.py", 2, str(tmp_path), restarts=1)
-    for name, number in dict(dp=3, tp=6, cp=4).items():
+    for name, number in dict(dp=3, tp=6, cp=4, DDP=1, FSDP=1).items():
         assert printed.count(f"{name} equals one process") == 2 * number
     assert printed.count("a checkpoint resumes on other meshes") == 2
     assert printed.count("a cache of own heads equals one process") == 2 * 4
-
-
-def test_models_of_transformers(tmp_path):
-    """Drop-in, converted and native ones."""
-    pytest.importorskip("transformers", reason="needs the extra hf")
-    printed = torchrun("pretrained_worker.py", 2, str(tmp_path))
-    for name, number in dict(dp=2, tp=6, cp=6).items():
-        assert len(re.findall(rf"{name} of [^=]*? equals one process", printed)) == 2 * number
-    assert printed.count("what shards lack is refused") == 2
-    assert printed.count("from_pretrained splits a model") == 2
-    assert printed.count("generate equals one process") == 2
+    assert printed.count("deferred starts") == 2
+    assert printed.count("SparseAttention does not support torch's context_parallel") == 2
+    assert printed.count("shards equal whole sequences") == 2
 
 
 def test_products_of_parallelisms():
     printed = torchrun("parallel_worker.py", 4)
     for name, number in {"dp x tp": 1, "cp x tp": 3, "dp x cp": 1}.items():
         assert printed.count(f"{name} equals one process") == 4 * number
+    assert printed.count("shards equal whole sequences") == 4
+
+
+def test_models_of_transformers(tmp_path):
+    """Drop-in, converted and native ones."""
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    printed = torchrun("pretrained_worker.py", 2, str(tmp_path))
+    for name, number in dict(dp=2, tp=6, cp=5).items():
+        assert len(re.findall(rf"{name} of [^=]*? equals one process", printed)) == 2 * number
+    assert printed.count("what shards lack is refused") == 2
+    assert printed.count("from_pretrained splits a model") == 2
+    assert printed.count("generate equals one process") == 2
 
 
 def test_script_of_the_documentation(tmp_path):
@@ -76,7 +65,7 @@ def test_script_of_the_documentation(tmp_path):
     end = "dist.destroy_process_group()\n"
     assert training.endswith(end)
     script = tmp_path / "train.py"
-    # see distributed_worker.py
+    # see parallel_worker.py
     source = training.removesuffix(end) + resuming + decoding + end + "os._exit(0)\n"
     script.write_text(source.replace('"checkpoint"', repr(str(tmp_path / "checkpoint"))), "utf-8")
     losses = re.findall(r"^\d (\d+\.\d+)$", torchrun(script, 2), re.MULTILINE)

@@ -1,14 +1,9 @@
-"""Run by torchrun: layers whose sequence is sharded over all processes equal the whole layer."""
-
-import os
-import warnings
+"""Layers whose sequence is sharded over all processes equal the whole layer: `check_layers`."""
 
 import torch
 import torch.distributed as dist
-from parallel_worker import message
-from torch.distributed.device_mesh import init_device_mesh
 
-from native_sparse_attention import DenseAttentionWarning, KVCache, NSAConfig, SparseAttention
+from native_sparse_attention import KVCache, NSAConfig, SparseAttention
 from native_sparse_attention.compress import MeanPool, SumPool
 from native_sparse_attention.distributed import (
     context_parallel,
@@ -195,23 +190,26 @@ def check_refused(mesh) -> None:
     assert "buffers must have a multiple" in message(lambda: context_parallel_shard(mesh, *odd))
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore", DenseAttentionWarning)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    for name in [*CASES][:: dist.get_world_size() // 2]:  # of four processes every second
-        check(name, mesh["cp"], torch.float64, selection_stride=4)
-        check(name, mesh["cp"], torch.float64, "cu_seqlens", selection_stride=4)
-        if dist.get_world_size() == 2:
-            check(name, mesh["cp"], torch.float64)
-            check(name, mesh["cp"], torch.float32)
-            check(name, mesh["cp"], torch.float64, "segment_ids")
-    if dist.get_world_size() == 2:
-        check_flex(mesh["cp"])
-    check_block_indices(mesh["cp"])
-    check_ranking_loss(mesh["cp"])
-    check_refused(mesh["cp"])
-    print("shards equal whole sequences", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # see distributed_worker.py
+def message(call) -> str:
+    """Of the ValueError that a call raises."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("no ValueError")
+
+
+def check_layers(mesh) -> None:
+    if mesh.size() > 2:
+        for name in [*CASES][::2]:
+            check(name, mesh, torch.float64, "cu_seqlens", selection_stride=4)
+        return
+    for name in CASES:
+        check(name, mesh, torch.float64)
+        check(name, mesh, torch.float64, "segment_ids")
+        check(name, mesh, torch.float64, "cu_seqlens", selection_stride=4)
+    check("one-softmax", mesh, torch.float32, selection_stride=4)
+    check_flex(mesh)
+    check_block_indices(mesh)
+    check_ranking_loss(mesh)
+    check_refused(mesh)

@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from context_parallel_worker import check_layers, message
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from native_sparse_attention import DenseAttentionWarning, SparseAttention, Transformer
 from native_sparse_attention.compress import (
@@ -25,6 +28,7 @@ from native_sparse_attention.compress import (
     GroupedMLP,
 )
 from native_sparse_attention.distributed import context_parallel_shard, parallelize
+from native_sparse_attention.rotary import Rotary
 
 SHAPE = dict(dim=32, dim_head=8, heads=8, kv_heads=4, causal=True)
 SIZES = dict(
@@ -114,6 +118,66 @@ def check(
     torch.testing.assert_close(steps(model, make_optimizer(model), *rows, **call), expected)
     check_weights(model, plain)
     print(f"{' x '.join(sizes)} equals one process", flush=True)
+
+
+def check_wrapped() -> None:
+    """In DDP, and sharded by FSDP without `parallelize`."""
+    plain, rank = build(PAPER), dist.get_rank()
+    expected = steps(plain, make_optimizer(plain), *batch())
+    for wrapper in ("DDP", "FSDP"):
+        model = wrapped = build(PAPER)
+        if wrapper == "DDP":
+            wrapped = DistributedDataParallel(model)
+        else:
+            for module in (*model.layers, model):
+                fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    # torch 2.8 forgets to divide by the number of processes over gloo
+                    module.set_force_sum_reduction_for_comms(True)
+        rows = [x.chunk(2)[rank] for x in batch()]
+        torch.testing.assert_close(steps(wrapped, make_optimizer(model), *rows), expected)
+        check_weights(model, plain)
+        print(f"{wrapper} equals one process", flush=True)
+
+
+def check_deferred() -> None:
+    """FSDP2 of a model made on the meta device: starts, and a gradient for every parameter."""
+    for network in (AttentionPool(8, 8), None):
+        kwargs = dict(SIZES, use_diff_topk=True, compress_mlp=network, num_compressed_mem_kv=0)
+        with torch.device("meta"):
+            model = Transformer(64, 32, 1, 8, 4, use_sparse_attn=True, sparse_attn_kwargs=kwargs)
+        low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=low)
+        model.to_empty(device="cpu")
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        layer = model.layers[0][0]
+        start = torch.tensor([-2.0, -2.0, 2.0]).repeat(4)
+        assert torch.equal(layer.to_strategy_combine[0].bias.full_tensor(), start)
+        if network is not None:
+            assert torch.equal(layer.k_compress.to_attn_logits.weight.full_tensor(), torch.eye(8))
+        else:
+            first = layer.k_compress[1].weight.full_tensor()
+            assert torch.equal(first[:16], torch.cat((torch.eye(8), -torch.eye(8))).repeat(1, 8))
+            assert (first[16:] != 0).all()
+        assert all(p.full_tensor().isfinite().all() for p in model.parameters())
+        assert torch.equal(layer.rotary_emb.freqs, Rotary(8).freqs)
+        model(torch.zeros(2, 41, dtype=torch.long), return_loss=True).backward()
+        assert all(p.grad is not None for p in model.parameters())
+    print("deferred starts", flush=True)
+
+
+def check_torchs_context_parallel() -> None:
+    """It replaces SDPA alone: refused, since a shard would attend to itself."""
+    layer, x = SparseAttention(**SHAPE, **SIZES), torch.randn(2, 64, 32)
+    with context_parallel(init_device_mesh("cpu", (2,)), buffers=[x], buffer_seq_dims=[1]):
+        try:
+            layer(x)
+        except NotImplementedError as error:
+            print(error, flush=True)
+    assert layer(x).shape == (2, 64, 32)
 
 
 @torch.no_grad()
@@ -220,15 +284,6 @@ def check_checkpoint(folder: Path, is_restart: bool) -> None:
     print("a checkpoint resumes on other meshes", flush=True)
 
 
-def message(call) -> str:
-    """Of the ValueError that a call raises."""
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    raise AssertionError("no ValueError")
-
-
 def check_refused(mesh) -> None:
     def refuse(model, **options) -> str:
         return message(lambda: parallelize(model, mesh, **options))
@@ -275,6 +330,9 @@ if __name__ == "__main__":
             check_decoding(settings)
         check_decoding(INDEX, batch=2, max_length=128, page_size=16, num_pages=20)
         check_own_model()
+        check_wrapped()
+        check_deferred()
+        check_torchs_context_parallel()
         check_refused(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     else:
         for sizes in (dict(dp=2, tp=2), dict(cp=2, tp=2), dict(dp=2, cp=2)):
@@ -283,6 +341,9 @@ if __name__ == "__main__":
         # DTensor of torch 2.8 does not compile with dynamic shapes
         compiled = dict(compile=dict(backend="eager", dynamic=False))
         check(dict(cp=2, tp=2), ONE_SOFTMAX, dict(depth=1), **compiled)
+    check_layers(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))["cp"])
+    print("shards equal whole sequences", flush=True)
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # see distributed_worker.py
+    # threads of gloo may still let go of tensors, for which an interpreter that ends aborts
+    os._exit(0)

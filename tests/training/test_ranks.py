@@ -43,9 +43,9 @@ def check_metrics(run, alone):
 
 
 def test_a_rank_that_hangs(text, tmp_path):  # noqa: F811
-    """The others end after --timeout. Other processes, or one, go on and learn as one, from packed
-    documents too."""
-    mesh = ["--cp", 2, "--tp", 2, "--timeout", 10]
+    """The others end after --timeout. One process goes on, and all have learnt as one does, from
+    packed documents too."""
+    mesh = ["--cp", 2, "--tp", 2, "--timeout", 6]
     plan = ["--data", text, *PLAN, "--steps", 6, "--pack", 7]
     done = torchrun(4, tmp_path, "hang", *plan, *mesh, "--name", "run", script=FAILING)
     assert done.returncode != 0
@@ -54,10 +54,9 @@ def test_a_rank_that_hangs(text, tmp_path):  # noqa: F811
     assert done.stdout.count("parameters, sparse attention on cpu") == 1
     run = tmp_path / "runs/run"
     assert not list(run.glob("*.tmp")) and not (run / "step-00000006.json").exists()
-    finished(torchrun(2, tmp_path, "--resume", run))
+    finished(in_process(tmp_path, "--resume", run))
     finished(in_process(tmp_path, *plan, "--name", "one"))
     check_metrics(run, tmp_path / "runs/one")
-    finished(in_process(tmp_path, "--resume", run, "--steps", 7))
 
 
 def test_torchrun_restarts(text, tmp_path):  # noqa: F811
@@ -65,11 +64,9 @@ def test_torchrun_restarts(text, tmp_path):  # noqa: F811
     Later ones go on with theirs."""
     plan = ["--data", text, *PLAN, "--steps", 6, "--attention", "auto"]
     finished(in_process(tmp_path, *plan, "--name", "older"))
-    done = torchrun(2, tmp_path, "mismatch,kill,raise", *plan, script=FAILING, restarts=3)
-    finished(done)
+    done = finished(torchrun(2, tmp_path, "mismatch,kill", *plan, script=FAILING, restarts=2))
     assert "--lr is 0.5 in rank 1 and 0.002 in rank 0: start all" in done.stderr
-    assert "rank 1 failed at step 5: RuntimeError: the fan has stopped" in done.stderr
-    assert re.findall(r": step (\d) of 6", done.stdout) == ["0", "3", "3"]
+    assert re.findall(r": step (\d) of 6", done.stdout) == ["0", "3"]
     check_metrics(tmp_path / "runs/squares-sparse-1", tmp_path / "runs/older")
 
 
