@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
-from native_sparse_attention import KVCache, SparseAttention, sliding_window_attention, varlen
+from native_sparse_attention import SparseAttention, sliding_window_attention, varlen
 from native_sparse_attention import attention as attention_module
 from native_sparse_attention.masks import create_fine_mask, create_sliding_mask
 from tests.helpers.layers import DIM, PARTS, SETTINGS, SIZES, close, layer, normal, step
@@ -145,28 +145,6 @@ def test_masks_of_the_caller(setting, causal, length, untraced_flex):
     close(out, module(x), 1e-5)
     if length == 40 and setting != "independent":
         close(module(x, fine_selection_flex_mask=fine_mask), module(x), 1e-5)
-
-
-FLEX_SETTINGS = [
-    "default", "stride = window", "window of windows", "paper", "shared rankings", "own rankings",
-    "independent", "no memory", "no selection",
-]  # fmt: skip
-
-
-@pytest.mark.slow(one_of=3)
-@pytest.mark.parametrize("setting", FLEX_SETTINGS)
-@torch.no_grad()
-def test_laws_in_flex(setting, untraced_flex):
-    """Over two tiles of 128: one forward is the eager one, chunks are one forward, the future
-    cannot move the past."""
-    module = layer(**SETTINGS[setting], backend="flex")
-    x, cache = normal(2, 139, DIM), KVCache()
-    out = module(x)
-    chunks = [module(part, cache=cache) for part in x.split([6, 1, 121, 1, 1, 9], dim=1)]
-    close(torch.cat(chunks, dim=1), out)
-    close(module(x[1:2, :128]), out[1:2, :128])
-    module.backend = "eager"
-    close(module(x), out)
 
 
 # dtypes and tensors without data

@@ -7,7 +7,7 @@ import torch
 from rotary_embedding_torch import RotaryEmbedding
 from torch.utils.checkpoint import checkpoint
 
-from native_sparse_attention import KVCache, SparseAttention, Transformer, recipes
+from native_sparse_attention import KVCache, SparseAttention, Transformer
 from native_sparse_attention.recipes import ranking_alone, set_dense
 from native_sparse_attention.rotary import rotate
 from native_sparse_attention.varlen import layout
@@ -145,18 +145,6 @@ def test_queries_are_drawn_by_the_generator():
         torch.testing.assert_close(every, module(x, ranking_queries=positions)[1])
 
 
-def test_packed_documents_lose_what_they_lose_alone():
-    module, x = layer(**INDEX), normal(1, 70, DIM)
-    cu_seqlens = torch.tensor([0, 30, 70])
-    _, packed = module(x, cu_seqlens=cu_seqlens, ranking_queries=10_000)
-    parts = [x[:, :30], x[:, 30:]]
-    # means over queries with two candidates or more: those from 16 on
-    counts = [len(range(16, part.shape[1])) for part in parts]
-    alone = [module(part, ranking_queries=10_000)[1] for part in parts]
-    expected = sum(n * loss for n, loss in zip(counts, alone, strict=True)) / sum(counts)
-    torch.testing.assert_close(packed, expected, atol=1e-6, rtol=1e-5)
-
-
 # rows of two documents and of one, the second at a block or not, and padding on the left
 ALIGNED, OTHERS = (torch.tensor([[0] * n + [1] * (72 - n), [0] * 72]) for n in (24, 30))
 MASK = torch.arange(72) >= torch.tensor([[24], [11]])
@@ -207,20 +195,6 @@ def model(**settings):
     torch.manual_seed(0)
     given = dict(num_tokens=11, dim=16, depth=3, heads=2, dim_head=8, causal=True)
     return Transformer(**given, use_sparse_attn=True, sparse_attn_kwargs=SETTINGS | settings)
-
-
-def dense_of(net):
-    return [layer.dense for layer in recipes.sparse_layers(net)]
-
-
-def test_dense_layers():
-    net, ids = model(importance="max"), torch.randint(11, (2, 40))
-    sparse = net(ids)
-    set_dense(net, True)
-    dense = net(ids)
-    assert dense_of(net) == [True] * 3 and not torch.allclose(sparse, dense, atol=1e-3)
-    set_dense(net, False)
-    assert dense_of(net) == [False] * 3 and torch.equal(net(ids), sparse)
 
 
 @pytest.mark.parametrize("dense", [False, True])

@@ -1,10 +1,10 @@
-"""Rankings by 8-bit integers (`ranking_bits=8`), to the bit the same of every backend."""
+"""Rankings by 8-bit integers (`ranking_bits=8`), to the bit the same of every backend.
+Layers that rank so: test_block_indices.py."""
 
 import pytest
 import torch
 
-import native_sparse_attention as nsa
-from native_sparse_attention import NSAConfig, SparseAttention, select_blocks
+from native_sparse_attention import select_blocks
 from tests.helpers.budget import DEVICE
 
 BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.kernels)]
@@ -68,48 +68,3 @@ def test_kernels(heads, d, s, settings, dtype):
     right = select_blocks(q, ck, **call, backend="eager")
     assert torch.equal(select_blocks(q, ck, **call, backend="triton"), right)
     assert (right >= 0).any()
-
-
-def config_of(**changes):
-    sizes = dict(dim=32, dim_head=16, heads=4, kv_heads=2, dense_length=0, ranking_bits=8)
-    sizes |= dict(selection_block_size=8, num_selected_blocks=3, num_initial_blocks=1, causal=True)
-    return NSAConfig.preset("one-softmax", **sizes | dict(num_local_blocks=1) | changes)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("changes", [{}, dict(num_local_blocks=0, selection_stride=2)])
-@torch.no_grad()
-def test_layer(backend, changes):
-    """Whole, packed and over a cache it selects the same blocks."""
-    layer = SparseAttention.from_config(config_of(backend=backend, **changes)).to(DEVICE)
-    x = torch.randn(2, 60, 32, device=DEVICE)
-    out, indices = layer(x, return_block_indices=True)
-    assert (indices >= 0).any()
-    packed = layer(torch.cat((x[:1, :43], x[1:]), 1), cu_seqlens=torch.tensor([0, 43, 103]))
-    parts = torch.cat((out[:1, :43], out[1:]), 1)
-    torch.testing.assert_close(packed, parts, atol=1e-5, rtol=1e-5)
-    cache = nsa.PagedKVCache(32, 8, 2, 64) if changes else nsa.KVCache()
-    bounds = ((0, 57), (57, 58), (58, 60))
-    steps = [layer(x[:, a:b], cache=cache, return_block_indices=True) for a, b in bounds]
-    outs, rankings = (torch.cat(parts, 1) for parts in zip(*steps))
-    assert torch.equal(rankings, indices)
-    torch.testing.assert_close(outs, out, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(ranking_bits=4), "ranking_bits must be 8 or 16, got 4"),
-        (dict(ranking_bits="8"), "ranking_bits must be an integer"),
-        (dict(importance="logits"), "ranking_bits=8 goes with importance='max', got 'logits'"),
-        (dict(importance="index"), "importance='index' goes with ranking_bits=16, got 8"),
-        (dict(importance="given"), "importance='max', got 'given'"),
-        (dict(causal=False), "causal=True, got False"),
-        (dict(use_diff_topk=True), "use_diff_topk=False, got True"),
-        (dict(num_selected_groups=2, num_local_blocks=4), "num_selected_groups=0, got 2"),
-        (dict(branches=("compressed", "selected"), rank_rotated=False), "without 'compressed'"),
-    ],
-)
-def test_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        config_of(**change)

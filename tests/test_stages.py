@@ -1,11 +1,10 @@
-"""Rankings in two stages (`num_selected_groups`): groups of blocks by windows, blocks by tokens."""
+"""Rankings in two stages (`num_selected_groups`): groups of blocks by windows, blocks by tokens.
+Layers that rank so: test_block_indices.py."""
 
 import pytest
 import torch
 
-import native_sparse_attention as nsa
-from native_sparse_attention import NSAConfig, SparseAttention, select_blocks
-from native_sparse_attention.cost import nsa_cost
+from native_sparse_attention import NSAConfig, nsa_cost, select_blocks
 from tests.helpers.budget import DEVICE, running
 
 kernels = pytest.mark.kernels
@@ -77,73 +76,12 @@ def test_tiles_that_share_groups(form, D, s, n1, stride):
         assert torch.eq(*sets).float().mean() > 0.98
 
 
-def config_of(**changes):
-    sizes = dict(dim=32, dim_head=16, heads=4, kv_heads=2, causal=True, dense_length=0)
-    sizes |= dict(SIZES, num_selected_groups=2)
-    return NSAConfig.preset("one-softmax", None, **sizes | changes)
+def test_cost():
+    def cost(**changes):
+        sizes = dict(SIZES, dim=32, dim_head=16, heads=4, kv_heads=2, causal=True, dense_length=0)
+        return nsa_cost(NSAConfig.preset("one-softmax", None, **sizes | changes), 4096).sparse
 
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@torch.no_grad()
-def test_layer(backend):
-    """Whole, packed and over caches it is the same layer; ranked by all groups, another."""
-    config = config_of(backend=backend, num_selected_groups=1)
-    layer = SparseAttention.from_config(config).to(DEVICE)
-    x = torch.randn(2, 140, 32, device=DEVICE)
-    out, indices = layer(x, return_block_indices=True)
-    assert torch.equal(layer(x, block_indices=indices), out)
-    cu = torch.tensor([0, 40, 140])
-    parts = [layer(x[:1, a:b]) for a, b in ((0, 40), (40, 140))]
-    packed = layer(x[:1], cu_seqlens=cu)
-    torch.testing.assert_close(packed, torch.cat(parts, 1), atol=1e-5, rtol=1e-5)
-    for cache in (nsa.KVCache(), nsa.PagedKVCache(32, 16, 2, 256)):
-        bounds = ((0, 121), (121, 122), (122, 124), (124, 140))
-        parts = [layer(x[:, a:b], cache=cache) for a, b in bounds]
-        torch.testing.assert_close(torch.cat(parts, 1), out, atol=1e-5, rtol=1e-5)
-    layer.num_selected_groups = 6
-    assert not torch.equal(layer(x), out)
-
-
-def test_gradients_and_cost():
-    config = config_of()
-    layer = SparseAttention.from_config(config).to(DEVICE)
-    x = torch.randn(1, 200, 32, device=DEVICE, requires_grad=True)
-    out, indices = layer(x, return_block_indices=True)
-    grads = torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
-    out = layer(x, block_indices=indices)
-    again = torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
-    for one, other in zip(grads, again):
-        torch.testing.assert_close(one, other)
-    few, many = (nsa_cost(config_of(num_selected_groups=n), 4096).sparse for n in (2, 40))
-    every = nsa_cost(config_of(compress_block_size=1, num_selected_groups=0,
-                               compress_block_sliding_stride=1), 4096).sparse  # fmt: skip
+    few, many = (cost(num_selected_groups=n) for n in (2, 40))
+    every = cost(compress_block_size=1, compress_block_sliding_stride=1)
     assert few.attention_flops < many.attention_flops < every.attention_flops
     assert few.step_bytes < many.step_bytes < every.step_bytes
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(importance="probs"), "importance='max' or 'logits', got 'probs'"),
-        (dict(causal=False), "causal=True, got False"),
-        (dict(num_local_blocks=3), "num_local_blocks must be a positive multiple of 4"),
-        (dict(rank_rotated=False), "rank_rotated=True"),
-        (dict(branches=("compressed", "selected"), rank_rotated=False), "without 'compressed'"),
-        (dict(use_diff_topk=True), "use_diff_topk=False, got True"),
-        (dict(num_selected_groups=-1), "num_selected_groups must be"),
-    ],
-)
-def test_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        config_of(**dict(dense_length=0) | change)
-
-
-def test_refused_calls():
-    q, k, ck = draw(8, 64, 2, 2, 16)
-    with pytest.raises(ValueError, match="k and num_selected_groups go together"):
-        select_blocks(q, ck, **SIZES, k=k)
-    with pytest.raises(ValueError, match="cq must be None with num_selected_groups"):
-        nsa.native_sparse_attention(
-            q, k, k, ck, cq=q, **SIZES, num_selected_groups=2, branches=("selected",),
-            importance="max", sliding_window_size=0,
-        )  # fmt: skip

@@ -213,6 +213,9 @@ def test_unexpected_keywords():
 
 ONE = dict(branches=("selected",))
 INDEX = dict(ONE, importance="index")
+ROTATED = dict(ONE, importance="max", rank_rotated=True)
+GIVEN = dict(importance="given")
+LISTS = dict(inp=X, block_indices=torch.zeros(B, T, 1, 1, dtype=torch.int32))
 PACKED, IDS = torch.tensor([0, T]), torch.zeros(B, T, dtype=torch.long)
 NINE = torch.ones(9, dtype=torch.bool)
 WINDOW = dict(dim_head=2, compress_window_size=2)
@@ -247,6 +250,16 @@ BASES = CALLS | {
     "CompressTransformer": (networks.CompressTransformer, dict(num_layers=1, dim=4, num_heads=3)),
     "SumPool": (networks.SumPool, dict(dim_head=2, gain=float("nan"))),
     "kv": (networks.CompressTransformer(1, 8, 2), dict(kv=torch.randn(1, 3, 2, 5, 4))),
+    "stages": (nsa.NSAConfig, LAYER | ROTATED | dict(num_local_blocks=4, num_selected_groups=2)),
+    "8 bits": (nsa.NSAConfig, LAYER | ROTATED | dict(ranking_bits=8)),
+    "stages layer": (nsa.native_sparse_attention, dict(
+        {n: t for n, t in CALLS["whole"][1].items() if n not in ("cv", "branch_gates")},
+        **ONE, importance="max", num_local_blocks=4, num_selected_groups=2,
+    )),
+    **{name: (SparseAttention(**LAYER | ONE | settings), LISTS) for name, settings in dict(
+        given={}, alone=GIVEN, window_layer=dict(branches=("window",)),
+        groups=dict(selection_stride=4), top_k=dict(use_diff_topk=True),
+    ).items()},
     "two-sided model": (Transformer(**MODEL, causal=False).stream, CALLS["stream"][1]),
 }  # fmt: skip
 TWO_WAYS = "use_flex_fine_selection and use_triton_fine_selection are two ways"
@@ -411,9 +424,45 @@ REFUSED = {
         "backend must be a name or a tuple of names, got None": dict(backend=None),
         "backend must be a name or a tuple of at least one": dict(backend=()),
     },
+    "stages": {
+        "importance='max' or 'logits', got 'probs'": dict(importance="probs"),
+        "causal=True, got False": dict(causal=False),
+        "num_local_blocks must be a positive multiple of 4": dict(num_local_blocks=3),
+        "rank_rotated=True": dict(rank_rotated=False),
+        "without 'compressed'": dict(branches=("compressed", "selected"), rank_rotated=False),
+        "use_diff_topk=False, got True": dict(use_diff_topk=True),
+        "num_selected_groups must be": dict(num_selected_groups=-1),
+    },
+    "8 bits": {
+        "ranking_bits must be 8 or 16, got 4": dict(ranking_bits=4),
+        "ranking_bits must be an integer": dict(ranking_bits="8"),
+        "ranking_bits=8 goes with importance='max', got 'logits'": dict(importance="logits"),
+        "ranking_bits must be 16 with importance='index'": INDEX,
+        "importance='max', got 'given'": GIVEN,
+        "causal=True, got False": dict(causal=False),
+        "use_diff_topk=False, got True": dict(use_diff_topk=True),
+        "num_selected_groups=0, got 2": dict(num_selected_groups=2, num_local_blocks=4),
+        "without 'compressed'": dict(branches=("compressed", "selected"), rank_rotated=False),
+    },
+    "stages layer": {"cq must be None with num_selected_groups": dict(cq=CALLS["whole"][1]["q"])},
+    "given": {
+        "one of [1, 2, 4], slo": dict(block_indices=torch.zeros(B, T, 3, 1, dtype=torch.int32)),
+        "block_indices must be int32 or int64": dict(block_indices=torch.zeros(B, T, 1, 1)),
+    },
+    "alone": {"must be given with importance='given'": dict(block_indices=None)},
+    "window_layer": {"goes with the selected branch": {}},
+    "groups": {"need selection_stride=1": dict(cache=KVCache())},
+    "top_k": {"must be None with use_diff_topk=True": {}},
     "own rankings": {
+        "cv must be None with branches": dict(cv=CALLS["whole"][1]["cv"]),
+        "mem_k must be None with branches": dict(mem_k=torch.zeros(K, 1, D)),
+        "branch_gates must be None with branches": dict(branch_gates=torch.zeros(B, T, H, 3)),
+        "window_k must be None with branches": dict(window_k=CALLS["whole"][1]["k"]),
+        "sinks must": dict(sinks=torch.zeros(3, H)),
+        "ck must": dict(ck=None),
         "cq has H=2 but q has H=4": dict(cq=torch.zeros(B, T, K, 5), ck=torch.zeros(B, 4, K, 5)),
     },
+    "select": {"k and num_selected_groups go together": dict(k=CALLS["whole"][1]["k"])},
     "window": {
         "one row of packed documents, got a batch of 2": dict(cu_seqlens=PACKED),
         "block_sizes must be a BlockSizes or None, got": dict(block_sizes=64),

@@ -20,6 +20,7 @@ torch.manual_seed(0)
 Q, KEYS, V = normal(1, 12, 2, 4), normal(1, 12, 1, 4), normal(1, 12, 1, 4)
 CK, CV = normal(1, 3, 1, 4), normal(1, 3, 1, 4)
 INDICES = torch.tensor([-1, 0, 1]).repeat_interleave(4).view(1, 12, 1, 1)
+SINKS = normal(2)
 PLACE = dict(selection_block_size=4, backend="eager")
 SEGMENTS = torch.arange(12)[None] // 5
 
@@ -42,6 +43,18 @@ EAGER = {
     "window": (lambda q: nsa.sliding_window_attention(q, KEYS, V, sliding_window_size=3), Q),
     "gates": (gates, Q),
 }
+# of a query that sees no key too
+SECOND = {
+    "selected, gates": (
+        lambda gates: nsa.selected_attention(
+            Q, KEYS, V, INDICES, gates=gates, sinks=SINKS, soft_cap=3.0, num_local_blocks=0, **PLACE
+        ),
+        torch.rand(1, 12, 1, 1, dtype=torch.float64),
+    ),
+    "selected, sinks": (
+        lambda sinks: nsa.selected_attention(Q, KEYS, V, INDICES, sinks=sinks, **PLACE), SINKS
+    ),
+}  # fmt: skip
 DENSE = {
     "chunked": (
         lambda q: nsa.chunked_attention(q, KEYS, V, q_chunk_size=5, k_chunk_size=7, causal=True), Q
@@ -63,10 +76,10 @@ DENSE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*EAGER, *DENSE])
+@pytest.mark.parametrize("name", [*EAGER, *DENSE, *SECOND])
 def test_linear_memory(name, monkeypatch):
     """Second derivatives are right; batched gradients refuse, but for those of gates."""
-    f, x = (EAGER | DENSE)[name]
+    f, x = (EAGER | DENSE | SECOND)[name]
     monkeypatch.setattr(chunked, "MAX_SCORES", 0)
     monkeypatch.setattr(chunked.local, "is_supported", lambda *_: False)
     x = x.clone().requires_grad_()
@@ -78,6 +91,8 @@ def test_linear_memory(name, monkeypatch):
         each = torch.autograd.grad(out, x, out.detach())
         return torch.testing.assert_close(batched[0][0], each[0])
     assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
+    if name in SECOND:
+        return
     for refused in (
         lambda: torch.autograd.grad(out, x, out[None].detach(), is_grads_batched=True),
         lambda: vmap(lambda d: torch.autograd.grad(out, x, d, retain_graph=True))(out[None]),

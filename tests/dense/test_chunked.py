@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from native_sparse_attention import SegmentIds, chunked_attention
-from native_sparse_attention.ops import chunked
 from tests.dense.test_dense import CHUNKS, SHAPES, assert_same, causal_mask, draw
 from tests.dense.test_dense import dense as dense_of
 from tests.helpers import memory
@@ -83,24 +82,6 @@ def test_mask_mods_and_masks_of_every_kind_together():
     # i and j index the tensors, and no tile is larger than a chunk
     assert max(s[2] for s in asked) <= 4 and max(s[3] for s in asked) <= 8
     assert_same(actual, dense(*leaves, seen, scale=1.5, soft_cap=2.0), leaves)
-
-
-def test_hidden_tiles_are_not_computed_and_covered_ones_not_masked(monkeypatch):
-    tiles, form_tile = [], chunked.form_tile
-
-    def record(q, k, gates, rows, keys, plan):
-        tile = form_tile(q, k, gates, rows, keys, plan)
-        tiles.append((rows.stop - rows.start, keys.stop - keys.start, tile[-1] is not None))
-        return tile
-
-    monkeypatch.setattr(chunked, "form_tile", record)
-    q = torch.randn(1, 16, 1, 4, requires_grad=True)
-    sizes = dict(q_chunk_size=4, k_chunk_size=4)
-    out = chunked_attention(q, q, q, causal=True, **sizes)
-    assert tiles == [(4, 4, on_diagonal) for i in range(4) for on_diagonal in [False] * i + [True]]
-    tiles.clear()
-    out.sum().backward()
-    assert len(tiles) == 1 + 2 + 3 + 4
 
 
 # memory, and a GPU

@@ -190,17 +190,6 @@ def test_a_mild_mask_value_has_a_share_like_any_logit(form):
     assert_same(actual, dense(*leaves, mask, mask_value=-0.5)[: len(actual)], leaves)
 
 
-def test_second_derivatives(form):
-    leaves = draw(1, 5, 6, 2, 1, 2, 2)
-    ids = (torch.tensor([[0, 1, 1, 9, 0]]), torch.tensor([[0, 1, 1, 0, 1, 0]]))
-
-    def attend(q, k, v):
-        values = FORMS[form](q, k, v, True, ids, -1e30)
-        return tuple(t.masked_fill(t.isneginf(), 0.0) for t in values[:1])
-
-    assert torch.autograd.gradgradcheck(attend, leaves, fast_mode=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_into_one_graph(form, dynamic):

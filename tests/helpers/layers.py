@@ -46,6 +46,9 @@ SETTINGS = {
     "one softmax, shared rankings": dict(
         branches=("selected",), selection_stride=4, dense_length=12, importance="max"
     ),
+    "dense at first": dict(
+        branches=("selected",), dense_length=12, soft_cap=2.0, attention_sinks=True
+    ),
     "learned ranking": dict(TOKENS, importance="index"),
     "learned ranking of windows": dict(
         NO_COMPRESSED, importance="index", index_pool="mean", index_dim=6, index_heads=2

@@ -1,8 +1,6 @@
 """Packed documents and padding: how rows are laid out, and what is refused. That each document is
 what it is alone is a law (`test_laws.py`)."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -104,50 +102,3 @@ def test_keys_behind_a_document(backend, branch, causal):
         _, *keys = call.tensors.values()
         for grad in torch.autograd.grad(out[:, :last].sum(), keys):
             assert grad[:, last:].eq(0).all() and grad[:, : last - 1].ne(0).any()
-
-
-CHUNKED = {
-    "compressed": {},
-    "selected": dict(num_initial_blocks=1, num_local_blocks=2),
-    "window": {},
-    "layer": dict(interpolated_importance_score=True),
-    "one softmax": dict(num_initial_blocks=1, selection_stride=4, importance="max", dense_length=8),
-}
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("branch", CHUNKED)
-@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=pytest.mark.kernels)])
-def test_chunks_of_queries(backend, branch, causal):
-    """Queries from `q_offset` on, with the documents of these queries, are rows of the whole, and
-    the gradients of keys are sums over chunks."""
-    if not causal and branch == "one softmax":
-        pytest.skip("the same kernels as those of selected")
-    T, bounds = 64, [(0, 13, 16), (16, 37, 40), (40, 64, 64)]
-    call = draw(branch, place=(T, T), batch=1, causal=causal, **CHUNKED[branch]).leaves()
-    first, last = (
-        torch.tensor([[b[i] for b in bounds for _ in range(b[0], b[2])]], dtype=torch.int32)
-        for i in (0, 1)
-    )
-    is_token = (torch.arange(T) < last[0]).to(DEVICE)
-    per_query = {n: t for n, t in call.tensors.items() if n in ("q", "branch_gates")}
-
-    def results(edges):
-        outs = []
-        for start, end in itertools.pairwise(edges):
-            rows = {n: t[:, start:end] for n, t in per_query.items()}
-            settings = dict(call.settings, q_offset=start)
-            for name in {"block_indices"} & settings.keys():
-                settings[name] = settings[name][:, start:end]
-            settings["documents"] = docs.Documents(
-                *(t[:, start:end].to(DEVICE) for t in (first, last))
-            )
-            out = call._replace(tensors=call.tensors | rows, settings=settings)(name_of_backend)
-            outs.append(out[0] if isinstance(out, tuple) else out)
-        out = torch.cat(outs, dim=1)[:, is_token]
-        leaves = [*call.tensors.values()]
-        return out, torch.autograd.grad(out.sin().sum(), leaves, materialize_grads=True)
-
-    with running(backend) as name_of_backend:
-        expected, found = results([0, T]), results([0, 20, 44, T])
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)

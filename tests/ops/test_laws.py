@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import native_sparse_attention as nsa
+from native_sparse_attention.varlen import Documents
 from tests.helpers import selections
 from tests.helpers.budget import CUDA, DEVICE, running
 from tests.helpers.calls import BRANCHES, DOCUMENTS, HEADS, LAYERS, RANKING, D, S, draw, normal
@@ -193,22 +194,43 @@ def check_rows(call, alone, backend):
             close(found, expected if t.startswith("mem") else expected[1:])
 
 
+@pytest.mark.parametrize(
+    "causal, packed",
+    [(True, False), (True, True), (False, True)],
+    ids=["one", "packed", "two-sided"],
+)
 @calls
 @backends
-def test_chunks_of_queries_are_rows_of_the_whole(name, backend, dtype):
+def test_chunks_of_queries_are_rows_of_the_whole(name, backend, dtype, causal, packed):
     """At their positions over whole keys, as ranks of context parallelism have them: other tokens
-    follow. The gradients of keys add up to those of the whole."""
-    call, size = draw_call(name, backend, dtype), 192 if CUDA else 8
+    follow; and the last of them by default. The gradients of keys add up to those of the whole.
+    Packed, of two documents, the second of which begins at a block."""
+    if not causal and name == "one softmax":
+        pytest.skip("the same kernels as those of selected")
+    call, size = draw_call(name, backend, dtype, causal=causal), 192 if CUDA else 8
+    at = torch.arange(LENGTH, device=DEVICE)
+    end, second = (250, 256) if CUDA else (13, 16)
+    is_token = ~packed | (at < end) | (at >= second)
+    if packed:
+        ends = (at >= second).int() * second, torch.where(at < second, end, LENGTH).int()
+        call.settings["documents"] = Documents(*(t.expand(2, -1) for t in ends))
     whole = run(call, backend)
     d_out, is_alike, parts = torch.randn_like(whole[0]), True, []
+    d_out[:, ~is_token] = 0
     for start in range(0, LENGTH, size):
         rows = slice(None), slice(start, start + size)
-        settings = call.settings | dict(q_offset=start)
+        is_last = start + size >= LENGTH and not packed
+        settings = call.settings | ({} if is_last else dict(q_offset=start))
         if "block_indices" in settings:
             settings["block_indices"] = settings["block_indices"][rows]
+        if packed:
+            settings["documents"] = Documents(*(t[rows] for t in settings["documents"]))
         tensors = {n: t[rows] if n in QUERIES else t for n, t in call.tensors.items()}
-        part = call._replace(tensors=tensors, settings=settings)
-        is_alike &= assert_alike(run(part, backend), cut(whole, *rows))
+        part, there = call._replace(tensors=tensors, settings=settings), is_token[rows[1]]
+        found, right = (
+            cut(outs, slice(None), there) for outs in (run(part, backend), cut(whole, *rows))
+        )
+        is_alike &= assert_alike(found, right)
         if has_gradients(backend):
             parts.append(gradients(part, backend, d_out[rows]))
     if not is_alike or not parts:
@@ -269,18 +291,6 @@ def test_the_same_bits_in_memory_that_holds_nan(name, backend, dtype):
         again = gradients(call, backend, d_out) if repeats else ()
     for one, other in zip((*found, *again), (*expected, *grads), strict=True):
         assert one is None or (torch.equal(one, other) and not one.isnan().any())
-
-
-@calls
-@backends
-def test_the_last_queries_are_those_of_the_whole(name, backend, dtype):
-    """Prefill in parts: their place is all that matters."""
-    call = draw_call(name, backend, dtype)
-    part, rows = change(call, lambda t: t, lambda t: t), (slice(None), slice(8, None))
-    for named in (part.tensors, part.settings):
-        for t in {"q", "branch_gates", "block_indices"} & named.keys():
-            named[t] = named[t][rows]
-    assert_alike(run(part, backend), cut(run(call, backend), *rows))
 
 
 def all_keys(branch, q, k, v, causal, backend):

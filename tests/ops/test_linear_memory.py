@@ -14,37 +14,17 @@ from tests.helpers.budget import CUDA, running
 from tests.helpers.calls import draw
 
 
-def normal(*shape, dtype=torch.float64):
-    return torch.randn(shape, dtype=dtype, requires_grad=True)
-
-
-@pytest.mark.slow(one_of=2)
-@pytest.mark.parametrize("gated", [True, False])
-def test_gradients_of_gradients(gated, monkeypatch):
-    q, k, v = normal(1, 3, 2, 2), normal(1, 6, 1, 2), normal(1, 6, 1, 1)
-    gates = normal(1, 3, 1, 2) if gated else None
-    sinks = normal(2) if gated else None
-    indices = torch.tensor([[-1, -1], [0, 1], [0, 1]])[None, :, None]  # the first sees no key
-
-    def op(q, k, v, gates, sinks):
-        kwargs = dict(selection_block_size=2, gates=gates, soft_cap=3.0, num_local_blocks=0)
-        return nsa.selected_attention(q, k, v, indices, sinks=sinks, return_lse=gated, **kwargs)
-
-    with running("chunked"):
-        monkeypatch.setattr(chunked, "CHUNK_SCORES", 12)
-        with torch.autograd.set_detect_anomaly(True):
-            assert torch.autograd.gradcheck(op, (q, k, v, gates, sinks))
-            assert torch.autograd.gradgradcheck(op, (q, k, v, gates, sinks))
-
-
 def test_hidden_keys_are_not_computed(monkeypatch):
-    """Keys past a chunk's queries are cut, and those before its window. Rows and keys of a tile."""
+    """Keys past a chunk's queries are cut, and those before its window: rows and keys of a tile.
+    Tiles that are seen whole have no mask."""
     q, ck = torch.randn(2, 64, 4, 8), torch.randn(2, 32, 4, 8)
-    tiles, form_tile = [], chunked.form_tile
+    tiles, masked, form_tile = [], [], chunked.form_tile
 
     def record(q, k, gates, rows, keys, plan):
+        tile = form_tile(q, k, gates, rows, keys, plan)
         tiles.append((rows.stop - rows.start, keys.stop - keys.start))
-        return form_tile(q, k, gates, rows, keys, plan)
+        masked.append(tile[-1] is not None)
+        return tile
 
     monkeypatch.setattr(chunked, "form_tile", record)
     with running("chunked"):
@@ -58,6 +38,14 @@ def test_hidden_keys_are_not_computed(monkeypatch):
         indices = torch.full((2, 64, 4, 1), -1)
         nsa.selected_attention(q, q, q, indices, selection_block_size=8)
         assert tiles == [(16, 16)] * (1 + 2 + 3 + 4)
+    tiles.clear()
+    masked.clear()
+    q.requires_grad_()
+    out = nsa.chunked_attention(q, q, q, causal=True, q_chunk_size=16, k_chunk_size=16)
+    assert tiles == [(16, 16)] * (1 + 2 + 3 + 4)
+    assert masked == [on_diagonal for i in range(4) for on_diagonal in [False] * i + [True]]
+    out.sum().backward()
+    assert len(tiles) == 2 * (1 + 2 + 3 + 4)
 
 
 LONG = dict.fromkeys(

@@ -137,6 +137,11 @@ def test_branches(backend, dtype, branch, case, untraced_flex):
 
 PAPER = dict(importance="probs", num_initial_blocks=1, num_local_blocks=2)
 TOKENS = dict(importance="max", compress_block_size=1, compress_block_sliding_stride=1)
+# groups of 16 tokens
+STAGES = dict(
+    importance="max", compress_block_size=4, compress_block_sliding_stride=4,
+    selection_block_size=4, num_local_blocks=4, num_selected_groups=1,
+)  # fmt: skip
 # the first tokens share the ranking of a token before them: forced, repeated and future blocks too
 GROUPS = dict(selection_stride=4, place=(PLACE[0], PLACE[1] - 3))
 LEADERS = [[[0, -1]], [[1, 1]]]
@@ -189,6 +194,9 @@ LAYERS = {
     "one softmax": BOTH | {
         "tokens": TOKENS,
         "tokens, documents": TOKENS | dict(lengths=DOCUMENTS),
+        "8 bits": TOKENS | dict(ranking_bits=8),
+        "two stages": STAGES | dict(place=(PLACE[0], 96)),
+        "two stages, documents": STAGES | dict(lengths=[29, 0, 40]),
         "forced": dict(num_initial_blocks=1, num_local_blocks=2),
         "raw": dict(raw=True),
         "dense at first": dict(dense_length=12),
