@@ -74,6 +74,8 @@ def leave_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # those that start several processes, first: one at the end would leave a core idle
+    items.sort(key=lambda item: item.path.stem not in ("test_distributed", "test_ranks"))
     asked = config.option.all or config.option.keyword or any("::" in arg for arg in config.args)
     if not asked and not torch.cuda.is_available():
         leave_slow(config, items)

@@ -124,7 +124,7 @@ def test_processes_share_the_runs(tmp_path):
     (job,) = plan.jobs([])
     (work / job.key).mkdir(parents=True)
     with runs_pool.locked(work / job.key):
-        (row,) = learning.main([*call, "--deadline", "5"])
+        (row,) = learning.main([*call, "--deadline", "3"])
     assert row["variant"] == "dense"
     rows = learning.main(call)
     assert {row["variant"] for row in rows} == {"dense", "window"}

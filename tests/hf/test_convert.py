@@ -99,8 +99,6 @@ def test_settings_of_layers():
 @pytest.mark.parametrize(
     "family, form",
     [
-        ("Gemma3", "one_softmax"),
-        ("Gemma3", "branches"),
         # experts have another format in files than in a state dict
         ("Mixtral", "one_softmax"),
         ("Qwen3Moe", "one_softmax"),

@@ -9,7 +9,13 @@ import transformers
 from rotary_embedding_torch import RotaryEmbedding
 
 from native_sparse_attention import SparseAttention
-from native_sparse_attention.hf import SparseCache, StaticSparseCache, convert, use_sparse_attention
+from native_sparse_attention.hf import (
+    SparseCache,
+    StaticSparseCache,
+    convert,
+    load_converted,
+    use_sparse_attention,
+)
 from tests.helpers.tiny_models import (
     CACHE,
     FORMS,
@@ -19,6 +25,7 @@ from tests.helpers.tiny_models import (
     checkpoint,
     close,
     dynamic,
+    moved,
     native,
     packed,
     padded,
@@ -149,6 +156,21 @@ def test_generate_gives_over_a_cache_what_it_gives_without(name, way):
     assert generate(model, batch, **settings).equal(expected)
 
 
+@every
+@torch.no_grad()
+def test_saved_model_loads_in_shards(name, tmp_path):
+    """What is not saved, too."""
+    model, (text,) = moved(MODELS[name]()), prompts(40)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    loaded = (load_converted if name.startswith("converted") else load)(tmp_path)
+    assert type(loaded) is type(model) and not loaded.training
+    for kind in ("named_parameters", "named_buffers"):
+        close(dict(getattr(loaded, kind)()), dict(getattr(model, kind)()), tol=0)
+    close(loaded(text).logits, model(text).logits, tol=0)
+
+
 @pytest.mark.filterwarnings("ignore:You are calling .generate")  # the model is on meta
 @pytest.mark.parametrize("name", ["drop-in", "converted, mixed", "native, index"])
 @torch.no_grad()
@@ -162,12 +184,11 @@ def test_parameters_and_buffers_can_be_offloaded(name):
     close((model(text).logits, generate(model, dict(input_ids=text))), expected)
 
 
-@pytest.mark.parametrize("rotary", [None, RotaryEmbedding(8, learned_freq=True)])
 @torch.no_grad()
-def test_a_layer_can_be_offloaded(rotary):
+def test_a_layer_of_learned_frequencies_can_be_offloaded():
     offload, x = pytest.importorskip("accelerate").cpu_offload, torch.randn(1, 24, 32)
     sizes = dict(dim=32, dim_head=8, heads=4, causal=True, num_compressed_mem_kv=0)
-    layer = SparseAttention(**sizes, **BRANCHES, rotary_emb=rotary)
+    layer = SparseAttention(**sizes, **BRANCHES, rotary_emb=RotaryEmbedding(8, learned_freq=True))
     expected = layer(x)
     offload(layer, execution_device="cpu", offload_buffers=True)
     assert layer.rotary_emb.freqs.is_meta

@@ -47,17 +47,6 @@ def test_a_ranking_learns_beside_the_model():
     assert (weighed - both.ranking_loss).abs() > 1e-4
 
 
-@pytest.mark.slow
-def test_compiled_forward_gives_what_the_eager_one_does():
-    model, text = native("one_softmax", num_hidden_layers=1), prompts(24)[0]
-    expected = model(text, use_cache=False).logits
-    torch._dynamo.reset()
-    out = torch.compile(model, backend="eager", fullgraph=True)(text, labels=text, use_cache=False)
-    close(out.logits, expected)
-    out.loss.backward()
-    assert model.model.embed_tokens.weight.grad.abs().sum() > 0
-
-
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
 def test_accumulated_parts_give_the_gradients_of_the_batch(name):
     """Labels weigh alike, and rankings as the labels of their part that logits predict."""

@@ -27,8 +27,11 @@ def pieces(model, batch, cache, *bounds):
     return torch.cat(outs, dim=1)
 
 
-@pytest.mark.parametrize("left", [True, False])
-@pytest.mark.parametrize("form", [*FORMS, pytest.param("kernels", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize(
+    "form, left",
+    [(form, left) for form in FORMS for left in (True, False)]
+    + [pytest.param("kernels", True, marks=pytest.mark.kernels)],
+)
 def test_pieces_are_one_forward(form, left, monkeypatch):
     """With a crop of as many tokens as may be, rows that move, a copy and gradients."""
     monkeypatch.setattr(hf.cache, "RANKED_TOKENS", 11)
