@@ -23,6 +23,8 @@ PUBLISHED = Path(__file__).parent / ".published"
 DISTRIBUTION = "native-sparse-attention-pytorch"
 PACKAGE = "native_sparse_attention_pytorch"
 SUBMODULES = ("native_sparse_attention", "compress_networks", "transformer")
+# modules whose tests start several processes, or wait for one that compiles
+LAUNCHING = ("test_benchmark_distributed", "test_distributed", "test_ranks", "test_without_gpu")
 
 
 # of the extra hf
@@ -74,8 +76,8 @@ def leave_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # those that start several processes, first: one at the end would leave a core idle
-    items.sort(key=lambda item: item.path.stem not in ("test_distributed", "test_ranks"))
+    # those that start processes, first: one at the end would leave a core idle
+    items.sort(key=lambda item: item.path.stem not in LAUNCHING)
     asked = config.option.all or config.option.keyword or any("::" in arg for arg in config.args)
     if not asked and not torch.cuda.is_available():
         leave_slow(config, items)

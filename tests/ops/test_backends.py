@@ -97,6 +97,7 @@ def test_indices_that_are_no_block_are_passed_over():
     torch.testing.assert_close(*outs)
 
 
+@pytest.mark.usefixtures("untraced_flex")
 def test_tensors_that_want_gradients_run_where_none_are_recorded():
     q, k, v = (t.requires_grad_() for t in tensors(1, 5, 5, 1, 1))
     with torch.no_grad():
