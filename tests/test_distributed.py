@@ -20,8 +20,9 @@ def torchrun(script: str | Path, processes: int, *arguments: str, restarts: int 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
     command += [str(SCRIPTS / script), *arguments]
-    # docs/scaling.md: what a restart needs
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    # docs/scaling.md: what a restart needs; no GPU, of which there may be fewer than processes
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     pipes = dict(capture_output=True, text=True, timeout=240)
     result = subprocess.run(command, **pipes, env=environment)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]

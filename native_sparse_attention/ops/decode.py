@@ -142,10 +142,14 @@ def decode_attention(
     if not return_block_indices:
         return run_decode_kernels(config, call)
     if config.ranks:
-        none = branches.no_blocks(call, config, config.num_selected_blocks)
-        call = call.but(new_indices=none)  # the step writes those of real tokens
+        call = call.but(new_indices=new_indices(call, config))
     out, indices = run_decode_kernels(config, call), call.new_indices
     return out, call.block_indices if indices is None else indices
+
+
+def new_indices(call: Call, config: AttentionConfig) -> Tensor:
+    """Block indices [B T R n] of a step, which writes those of real tokens; -1."""
+    return branches.no_blocks(call, config, config.num_selected_blocks)
 
 
 def check_step(call: Call, config: AttentionConfig) -> Call:
