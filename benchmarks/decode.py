@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from native_sparse_attention import decode_attention
+from native_sparse_attention import decode_attention, select_blocks
+from native_sparse_attention.blocks import GROUP
 
 from . import attention, common, oracle, problem
 from .attention import BASELINE, CHECK_LENGTH, PAGE
@@ -142,9 +143,19 @@ class OneSoftmax(Ours):
             keys = torch.randn_like(keys[:, :, :1].transpose(1, 2)).transpose(1, 2)
         keys = keys if c.l == 1 else windows_of(keys, step)
         x["ck"] = keys.expand(-1, -1, c.K, -1)
+        if c.groups:  # those that an equal query at the begin of the tokens' group has kept
+            x["q"] = x["q"][:, :1].expand(-1, step.T, -1, -1).contiguous()
+            leader = step.positions[0] // (GROUP * c.s) * GROUP * c.s
+            groups = select_blocks(
+                x["q"][:, :1], x["ck"], compress_block_size=c.l, compress_block_sliding_stride=c.d,
+                selection_block_size=GROUP * c.s, num_selected_blocks=c.groups,
+                num_initial_blocks=c.initial // GROUP, num_local_blocks=c.local // GROUP,
+                importance=self.importance, q_offset=leader, seq_len=step.S,
+            )  # fmt: skip
+            x["ranking"] = groups.transpose(1, 2).repeat(1, 1, step.T + 1, 1)
 
     def arguments(self, x: Tensors, step: Step) -> dict[str, Any]:
-        stored = {name: x.get(name) for name in ("k", "v", "ck", "cq")}
+        stored = {name: x.get(name) for name in ("k", "v", "ck", "cq", "ranking")}
         absent = dict(cv=None, branch_gates=None, sliding_window_size=0)
         return {**stored, **absent, "branches": ("selected",)}
 

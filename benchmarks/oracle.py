@@ -312,7 +312,9 @@ def check_ranking(
         share = of_head({"q": asks.detach(), "ck": x["ck"].detach()}, h, i)
         if c.groups:
             share["k"] = of_head({"k": x["k"].detach()}, h, i)["k"]
-            may, must = blocks_of_groups(c, importance, share, i)
+            leader = rows - rows % (GROUP * c.s)
+            leaders = of_head({"q": asks.detach(), "ck": x["ck"].detach()}, h, leader)
+            may, must = blocks_of_groups(c, importance, share | leaders, i)
             c, importance, share["ck"] = replace(setting, l=1, d=1), "max", share["k"]
         exact = block_scores(c, importance, share["q"].double(), share["ck"].double(), i)
         low = block_scores(c, importance, share["q"], share["ck"], i).double()

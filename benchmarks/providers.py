@@ -123,7 +123,7 @@ class OneSoftmax(Ours):
 
     def __init__(self, name: str, form: Form) -> None:
         super().__init__(name, form.importance)
-        self.form = form
+        self.form, self.strided = form, form.groups == 0
 
     def sized(self, setting: Setting) -> Setting:
         return self.form.sized(setting)

@@ -22,11 +22,12 @@ function costErrors(c) {
   if (l < d) errors.push("l must be at least d, so that each token lies in a window");
   if (s % d && d % s) errors.push("one of s and d must divide the other");
   if (s % R) errors.push("selection_stride must divide s");
-  if (c.dense_length % R) errors.push("selection_stride must divide dense_length");
+  if (c.dense_length % (c.num_selected_groups ? 4 * s : R))
+    errors.push("selection_stride, in two stages 4 s, must divide dense_length");
   if (c.dense_length && c.branches.length > 1) errors.push("dense_length goes with one softmax only");
   if (c.rank_rotated && c.branches.includes("compressed"))
     errors.push("rotated keys rank without the compressed branch only");
-  if (c.num_selected_groups && !(c.causal && c.rank_rotated && c.importance !== "probs"
+  if (c.num_selected_groups && !(c.causal && c.rank_rotated && c.importance !== "probs" && R === 1
       && c.num_local_blocks > 0 && c.num_local_blocks % 4 === 0))
     errors.push("two stages need rotated keys, max or logits, and 4, 8, .. local blocks");
   return errors;
@@ -87,7 +88,9 @@ function firstRanking(T, c) {
   const [s, local] = [c.selection_block_size, c.num_local_blocks];
   const covers = c.compress_block_sliding_stride <= s && (local > 0 || !c.causal) && !c.use_diff_topk;
   const blocks = c.num_initial_blocks + c.num_selected_blocks + (c.causal ? local : 0);
-  if (T <= Math.max(c.dense_length, covers ? s * blocks : 0)) return T;
+  const unit = c.num_selected_groups ? 4 * s : 1;
+  const covered = covers ? Math.floor(s * blocks / unit) * unit : 0;
+  if (T <= Math.max(c.dense_length, covered)) return T;
   return c.causal ? c.dense_length : 0;
 }
 
@@ -128,8 +131,9 @@ function nsaCost(settings, T, batch = 1, size = 2) {
   // attention and ranking
   let [pairs, scored] = [0, 0];
   for (let i = 0; i < T; i++) pairs += totalRead(i, T, c);
-  for (let i = firstRanking(T, c); i < T; i += c.selection_stride)
-    scored += windowsSeen(i, T, c) + tokensRanked(i, c);
+  const leaderStride = c.num_selected_groups ? 4 * c.selection_block_size : c.selection_stride;
+  for (let i = firstRanking(T, c); i < T; i += leaderStride) scored += windowsSeen(i, T, c);
+  for (let i = firstRanking(T, c); i < T; i += c.selection_stride) scored += tokensRanked(i, c);
   const perHead = c.importance === "probs" || !c.query_heads_share_selected_kv;
   const width = indexed ? indexDim : D;
   let attention = 4 * D * H * batch * pairs;
@@ -145,7 +149,8 @@ function nsaCost(settings, T, batch = 1, size = 2) {
     cache = batch * ((ownWindow ? 2 : 1) * T * entry + Math.floor(T / d) * ofWindows);
     const read = totalRead(T, T + 1, c) - (has("compressed") ? c.num_compressed_mem_kv : 0);
     step = parameters * size + batch * read * entry;
-    const rankedBy = Math.floor(T / d) + tokensRanked(T, c);
+    const every = c.num_selected_groups ? leaderStride : 1;
+    const rankedBy = Math.floor(Math.floor(T / d) / every) + tokensRanked(T, c);
     if (ranks && !has("compressed") && firstRanking(T + 1, c) <= T)
       step += batch * rankedBy * rankingEntry;
   }

@@ -485,10 +485,10 @@ class SparseAttention(Started):
                 windows = cache.windows(raw, tokens, l, d)
                 summaries = compress_windows(windows, networks)
                 tensors |= cache.append(summaries, tokens, d, saved)
-            if config.selection_stride > 1 and config.ranks:  # rankings that new tokens may share
+            if config.leader_stride > 1 and config.ranks:  # rankings that new tokens may share
                 is_shared = config.query_heads_share_selected_kv
                 rankings = config.kv_heads if is_shared else config.heads
-                size = len(q), rankings, 0, config.num_selected_blocks
+                size = len(q), rankings, 0, config.leader_slots
                 like = q.new_empty(size, dtype=torch.int32)
                 ring = cache.ring({"ranking": like}, 1)["ranking"]
                 if not tokens.decoded and (isinstance(start, Tensor) or start > 0):
@@ -540,8 +540,10 @@ class SparseAttention(Started):
             out = self.tie_unread(out.flatten(2), call)
 
         if cache is not None:
-            if ring is not None and indices is not None and not tokens.decoded:
-                cache.keep_recent({"ranking": indices.transpose(1, 2)}, tokens, 1)
+            if ring is not None and not tokens.decoded:
+                shared = branches.rankings_to_share(call, settings, backend, indices)
+                if shared is not None:
+                    cache.keep_recent({"ranking": shared.transpose(1, 2)}, tokens, 1)
             cache.keep_recent(raw, tokens, l - 1)
             cache.finish(tokens, config.dense_length)
         out = self.combine_heads(out if layout is None else layout.collect(out))

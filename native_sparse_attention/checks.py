@@ -415,10 +415,10 @@ def check_block_indices(
         raise ValueError(f"block_indices must have shape {expected}, got {list(shape)}")
     if config.use_diff_topk:
         raise ValueError("block_indices must be None with use_diff_topk=True, which needs scores")
-    if is_cached and config.ranks and config.selection_stride > 1:
+    if is_cached and config.ranks and config.leader_stride > 1:
         raise ValueError(
-            "block_indices over a cache need selection_stride=1 or importance='given': the cache "
-            "keeps rankings of the layer's own"
+            "block_indices over a cache need selection_stride=1 and num_selected_groups=0, or "
+            "importance='given': the cache keeps rankings of the layer's own"
         )
 
 

@@ -38,7 +38,9 @@ GEOMETRY = (
     "kv_heads", "dim_head", "compress_block_size", "compress_block_sliding_stride", "branch_kv",
     "selection_stride", "branches", "rank_rotated", "importance", "index_dim", "index_heads",
 )  # fmt: skip
-RANKED_GEOMETRY = (*GEOMETRY, "num_selected_blocks", "query_heads_share_selected_kv")
+RANKED_GEOMETRY = (
+    *GEOMETRY, "num_selected_blocks", "num_selected_groups", "query_heads_share_selected_kv",
+)  # fmt: skip
 
 # what a layer has in place of a ranking that takes the block indices of another
 GIVEN: dict[str, Any] = dict(
@@ -61,7 +63,7 @@ NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
     ),
     "num_selected_groups": dict(
         importance=("max", "logits"), causal=(True,), use_diff_topk=(False,),
-        interpolated_importance_score=(False,), branches=WITHOUT_COMPRESSED,
+        interpolated_importance_score=(False,), selection_stride=(1,), branches=WITHOUT_COMPRESSED,
     ),
 }  # fmt: skip
 # of layers, and of those that rank by an index
@@ -168,8 +170,8 @@ class AttentionConfig:
         if self.num_selected_groups and (local % GROUP or not local):  # groups are complete
             expected = f"a positive multiple of {GROUP} with num_selected_groups"
             raise refusal("num_local_blocks", expected, local)
-        if self.dense_length % stride:
-            expected = f"a multiple of selection_stride={stride}"
+        if self.dense_length % self.leader_stride:
+            expected = f"a multiple of the {self.leader_stride} tokens that share a ranking"
             raise refusal("dense_length", expected, self.dense_length)
 
     def check_needed(self, needed: dict[str, dict[str, tuple[Any, ...]]]) -> None:
@@ -183,12 +185,25 @@ class AttentionConfig:
                     raise ValueError(f"{setting}={value!r} goes with {name}{expected}, got {got!r}")
 
     @property
+    def leader_stride(self) -> int:
+        """Tokens from a leader, which ranks for those after it, to the next: those of a selection
+        stride, or in two stages those of a group of blocks, which keep the same groups."""
+        is_staged = self.num_selected_groups > 0
+        return GROUP * self.selection_block_size if is_staged else self.selection_stride
+
+    @property
+    def leader_slots(self) -> int:
+        """What a leader ranks for others: blocks, or in two stages groups of blocks."""
+        return self.num_selected_groups or self.num_selected_blocks
+
+    @property
     def stages(self) -> tuple[AttentionConfig, AttentionConfig]:
         """Of a ranking in two stages the ranking of groups by their windows, and that of their
         blocks by tokens."""
         groups = self.but(
             num_selected_groups=0, num_selected_blocks=self.num_selected_groups,
             selection_block_size=GROUP * self.selection_block_size,
+            selection_stride=self.leader_stride,
             num_initial_blocks=self.num_initial_blocks // GROUP,
             num_local_blocks=self.num_local_blocks // GROUP,
         )  # fmt: skip
@@ -222,7 +237,8 @@ class AttentionConfig:
         # blocks whose windows end later are no candidates; gradients of scores need the ranking
         has_candidates = self.d <= s and (self.num_local_blocks > 0 or not self.causal)
         is_covered = has_candidates and not self.use_diff_topk and self.importance != "given"
-        return max(self.dense_length, s * n if is_covered else 0)
+        covered = s * n // self.leader_stride * self.leader_stride
+        return max(self.dense_length, covered if is_covered else 0)
 
     def but(self, **values: Any) -> AttentionConfig:
         """These settings of the branches with other values, not checked again."""
@@ -422,7 +438,7 @@ class NSAConfig(AttentionConfig):
         grouped = GROUP if self.num_selected_groups else 1
         dense = self.but(importance=dense_rule, dense_length=sys.maxsize)
         self.keep(
-            geometry=self.values_of(*(GEOMETRY if self.selection_stride == 1 else RANKED_GEOMETRY)),
+            geometry=self.values_of(*(GEOMETRY if self.leader_stride == 1 else RANKED_GEOMETRY)),
             alignment=max(self.d, self.selection_block_size * grouped),
             for_functions=self.but(importance=rule),
             for_steps=self.but(importance=rule, dense_length=0),

@@ -104,8 +104,9 @@ def nsa_cost(
     Query i of a head multiplies `4 D` numbers for each key that it sees: `i // d` windows and m
     memory slots, the tokens of its selected, initial and local blocks, and `min(i, w) + 1` of the
     window. The ranking multiplies `2 D` for each window and group (`importance="logits"`) or head
-    ("probs", or one ranking per head), once per `selection_stride` tokens; in two stages also for
-    the tokens of `num_selected_groups` groups. A dense query, as all of dense attention, sees
+    ("probs", or one ranking per head), once per `selection_stride` tokens; in two stages once per
+    group, and for every query the tokens of `num_selected_groups` groups, and a decoding step reads
+    that share of the windows. A dense query, as all of dense attention, sees
     `i + 1` keys and ranks none.
 
     Args:
@@ -142,9 +143,9 @@ def nsa_cost(
         width, ranking_entry = layer.index_dim, layer.index_heads * layer.index_dim * size
     if config.ranks:
         per_head = config.importance == "probs" or not config.query_heads_share_selected_kv
-        ranking = i[first_ranking(T, config) :: config.selection_stride]
-        scored = int(visible_windows(ranking, windows, d, config.causal)[1].sum())
-        scored += int(tokens_ranked(ranking, config).sum())
+        first, stride = first_ranking(T, config), config.leader_stride
+        scored = int(visible_windows(i[first::stride], windows, d, config.causal)[1].sum())
+        scored += int(tokens_ranked(i[first :: config.selection_stride], config).sum())
         attention += 2 * width * (H if per_head else K) * batch * scored
     parameters = sum(p.numel() for p in layer.parameters())
     entry = 2 * K * D * size
@@ -156,7 +157,8 @@ def nsa_cost(
         read -= config.num_compressed_mem_kv * entry
     elif config.ranks and first_ranking(T + 1, config) <= T:
         tokens = int(tokens_ranked(torch.tensor([T]), config))
-        read += (T // d + tokens) * ranking_entry
+        every = config.leader_stride if config.num_selected_groups else 1
+        read += (T // d // every + tokens) * ranking_entry
     flops = 2 * batch * T * weights + counter.get_total_flops() + attention
     memory = (cache, parameters * size + batch * read) if config.causal else (0, 0)
     sparse = Cost(parameters, flops, attention, *memory)

@@ -148,7 +148,7 @@ class ContextParallel:
         the input of a layer."""
         chunk, odd = divmod(inp.shape[1], 2)
         if config is not None:
-            step = math.lcm(config.d if config.compresses else 1, config.selection_stride)
+            step = math.lcm(config.d if config.compresses else 1, config.leader_stride)
             if odd or chunk % step or chunk < self.halo_size(config):
                 least = 2 * self.halo_size(config)
                 expected = f"a multiple of {2 * step} tokens on each context-parallel rank"
@@ -296,7 +296,8 @@ def context_parallel(model: Module, mesh: DeviceMesh) -> Module:
     rank receives the last `l - d` tokens, in whole strides, of all 2 N chunks.
 
     The gradient of a weight is the part of this rank's tokens: sum it over the ranks, as
-    `parallelize` does by FSDP. n must be a multiple of `2 lcm(d, selection_stride)`.
+    `parallelize` does by FSDP. n must be a multiple of `2 lcm(d, R)`, with R the selection_stride,
+    or the tokens of a group of blocks where these rank first.
 
     Args:
         model: a `SparseAttention`, or a module that contains some. It is changed in place, and may

@@ -128,7 +128,7 @@ def test_layer(name):
     outs, rankings = (torch.cat(parts, 1) for parts in zip(*steps))
     assert torch.equal(rankings, indices)
     torch.testing.assert_close(outs, out, **close)
-    if layer.selection_stride > 1:
+    if layer.config.leader_stride > 1:
         return
     cache = nsa.KVCache()
     parts = [layer(x[:, a:b], cache=cache, block_indices=indices[:, a:b]) for a, b in bounds]

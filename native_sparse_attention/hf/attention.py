@@ -94,7 +94,7 @@ def attention(
         block_indices = block_indices.int().transpose(1, 2).repeat_interleave(num_heads // R, dim=2)
         settings |= GIVEN_BLOCKS | dict(selection_block_size=module.indexer.block_size)
     backend, dense_length = settings.pop("backend"), settings["dense_length"]
-    stride = settings["selection_stride"]
+    stride = AttentionConfig.unchecked(**settings).leader_stride
     l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
     if context is not None and T % (2 * stride):
         expected = f"a multiple of {2 * stride} tokens on each context-parallel rank"
@@ -142,8 +142,7 @@ def attention(
         index = getattr(module, "layer_idx", None)
         ranking_heads = (k if config.query_heads_share_selected_kv else q).shape[2]
         is_begun = isinstance(num_earlier, Tensor) or num_earlier > dense_length
-        size = ranking_heads, config.num_selected_blocks
-        ranking = reserve_rankings(key, index, *size, is_begun)
+        ranking = reserve_rankings(key, index, ranking_heads, config.leader_slots, is_begun)
     ck: Tensor | None = None
     if ranks and l == d == 1:  # tokens rank blocks
         ck = k
@@ -178,10 +177,10 @@ def attention(
         attend = branches.attend if context is None else context.attend
         out, block_indices = attend(call, config, backend, context is not None and is_source)
         if ranking is not None and block_indices is not None:
+            shared: Any = branches.rankings_to_share(call, config, backend, block_indices)
             ends = starts + (T if counts is None else counts)
             # without those of the first tokens, where they are dense
-            starts = starts + (T - block_indices.shape[1])
-            decode.write_rankings(ranking, block_indices, starts, ends)
+            decode.write_rankings(ranking, shared, starts + (T - shared.shape[1]), ends)
     if is_source and block_indices is not None:  # of a call that is dense at first, with -1 there
         num_dense = q.shape[1] - block_indices.shape[1]
         padding = (0, 0, 0, 0, num_dense, 0)

@@ -55,7 +55,7 @@ def reserve_rankings(key: Tensor, index: Any, heads: int, n: int, is_begun: bool
     if ranking is not None and ranking.shape == shape:
         return ranking
     if is_begun:
-        expected = "a SparseCache(model.config) with selection_stride above 1, from the first token"
+        expected = "a SparseCache(model.config) where tokens share rankings, from the first token"
         expected += f" on and with fewer than {RANKED_TOKENS} tokens cropped"
         raise refusal("past_key_values", expected, got="one without rankings")
     if rankings is not None:
@@ -161,8 +161,8 @@ class SparseCache(DynamicCache):
     `cache`. A `DynamicCache` copies all keys and values at each step, and this one, whose storage
     grows as that of a `KVCache`, those of the step. Of windows of several tokens
     (`compress_block_size` above 1) it keeps the compressed keys, so that a step reads no others.
-    With a `selection_stride` above 1 it keeps the block indices of the newest 512 tokens, which
-    decoding needs.
+    Where tokens share rankings (`selection_stride` above 1, two stages) it keeps those of the
+    newest 512 tokens, which decoding needs.
 
     Args:
         config: `model.config`, after `use_sparse_attention(model)`.

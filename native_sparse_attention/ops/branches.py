@@ -75,6 +75,17 @@ def rank(call: Call, config: AttentionConfig, backend: str) -> tuple[Tensor, Ten
     return dispatch.MODULES[backend].select_blocks(ranking, config), None
 
 
+def rankings_to_share(
+    call: Call, config: AttentionConfig, backend: str, block_indices: Tensor | None
+) -> Tensor | None:
+    """What later tokens may take from those of a call [B T R n]: their block indices, or in two
+    stages their groups of blocks."""
+    if not config.num_selected_groups:
+        return block_indices
+    part = call.ranking_call(config).but(k=None)
+    return dispatch.MODULES[backend].select_blocks(part, config.stages[0])
+
+
 def no_blocks(call: Call, config: AttentionConfig, n: int) -> Tensor:
     """Block indices [B T R n] of queries that select none."""
     heads = (call.k if config.query_heads_share_selected_kv else call.q).shape[2]

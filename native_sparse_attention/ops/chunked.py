@@ -243,8 +243,10 @@ def query_chunks(
         if config.causal and isinstance(offset, int):
             last = (blocks.ceil_div(offset, stride) + rows.stop - 1) * stride
             stop = min(stop, blocks.num_visible_windows(last, config.d))
-        documents = reference.slice_documents(call.documents, rows)
+        documents, groups = reference.slice_documents(call.documents, rows), call.block_indices
+        groups = None if groups is None else groups[:, rows]
         part = call.but(q=q[:, rows], ck=call.ck[:, :stop], documents=documents)
+        part = part.but(block_indices=groups)
         chunks.append((rows, part, i[:, rows]))
     return chunks
 

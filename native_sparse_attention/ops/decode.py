@@ -91,8 +91,9 @@ def decode_attention(
         page_table: int32 [B, pages per sequence]. Page `page_table[b, p // N]` holds token p of
             sequence b in slot `p % N`; page `page_table[b, j d // N]` holds window j.
         ranking: with a `selection_stride` R above 1, int32 [B, R_, size, n]: block indices of each
-            token at its position modulo size, which is at least T + 1. The call reads the indices
-            of a group that began before it, and writes its own.
+            token at its position modulo size, which is at least T + 1; in two stages the groups of
+            blocks, n1 in place of n. The call reads those of tokens whose leader came before it,
+            and writes its own.
         block_indices, return_block_indices: as in `native_sparse_attention`, of the new tokens.
         counters: `workspace(B, K, device)`: int32 zeros before and after the call. Concurrent steps
             need one each. None: the call allocates it, with one more launch.
@@ -171,12 +172,15 @@ def check_step(call: Call, config: AttentionConfig) -> Call:
     check_tensor("counters", call.counters, (torch.int32,), device, (B, K, COUNTERS))
     ranking: Any = call.ranking
     check_tensor("ranking", ranking, (torch.int32,), device)
-    if config.selection_stride > 1 and config.ranks:
+    if config.leader_stride > 1 and config.ranks:
         if ranking is None:
-            raise ValueError("ranking must be given where selection_stride is above 1")
+            raise ValueError(
+                "ranking must be given where tokens share one: with selection_stride above 1, or "
+                "with num_selected_groups"
+            )
         heads = K if config.query_heads_share_selected_kv else dims["H"]
         size, least = ranking.shape[2] if getattr(ranking, "ndim", 0) == 4 else 0, dims["T"] + 1
-        shape = (B, heads, max(size, least), config.num_selected_blocks)
+        shape = (B, heads, max(size, least), config.leader_slots)
         name = f"ranking, of at least T + 1 = {least} tokens,"
         check_tensor(name, ranking, (torch.int32,), device, shape)
     for name, t in (("counters", call.counters), ("ranking", ranking)):
@@ -228,7 +232,7 @@ def decode_eagerly(
         # zeros: a weight of 0 does not mask non-finite values
         streams[name] = t.masked_fill(past_end[..., None, None], 0)
     leader = None
-    keeps_ranking = ranking is not None and config.selection_stride > 1
+    keeps_ranking = ranking is not None and config.leader_stride > 1
     if keeps_ranking:
         leader = read_leaders(ranking, starts)
     names = ("q", "cq", "mem_k", "mem_v", "sinks", "branch_gates", "block_indices")
@@ -236,8 +240,10 @@ def decode_eagerly(
     whole = Call(**streams, q_offset=starts, leader_indices=leader)
     keep_slots = keep_slots or keeps_ranking
     out, block_indices = branches.attend(whole, config, "eager", keep_slots=keep_slots)
-    if keeps_ranking and block_indices is not None:
-        write_rankings(ranking, block_indices, starts, ends)
+    if keeps_ranking:
+        shared = branches.rankings_to_share(whole, config, "eager", block_indices)
+        if shared is not None:
+            write_rankings(ranking, shared, starts, ends)
     if call.counts is None:
         return out, block_indices
     new = torch.arange(T, device=q.device)

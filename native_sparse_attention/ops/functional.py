@@ -166,13 +166,13 @@ def checked(call: Call, config: AttentionConfig, is_layer: bool = True) -> Call:
     offset = check_offset(call.q_offset, dims, S, causal, device)
     check_documents(call.documents, (dims["B"], dims["T"]), offset, device)
     heads = dims["K" if config.query_heads_share_selected_kv else "H"]
-    shape, stride = (dims["B"], heads, config.num_selected_blocks), config.selection_stride
+    shape, stride = (dims["B"], heads, config.leader_slots), config.leader_stride
     check_tensor("leader_indices", call.leader_indices, (torch.int32,), device, shape)
     is_split = config.ranks and isinstance(offset, int) and offset % stride != 0
     if is_split and call.leader_indices is None:
         raise ValueError(
-            f"leader_indices must be given where q_offset={offset} is not a multiple of "
-            f"selection_stride={stride}: the first query's group was ranked before"
+            f"leader_indices must be given where q_offset={offset} is not a multiple of the "
+            f"{stride} tokens that share a ranking: that of the first query was made before"
         )
     if call.has_masks():
         others = dict(documents=call.documents, sinks=call.sinks, soft_cap=config.soft_cap)
@@ -442,10 +442,11 @@ def select_blocks(
         k: keys of tokens [B, S, K, D], for the second stage alone; S is their number.
         query_heads_share_selected_kv: False ranks for every query head on its own.
         seq_len: S; T by default.
-        leader_indices: block indices [B, R_, n] of the first token of the first query's group.
-            Required if `q_offset` is not a multiple of `selection_stride`. A tensor `q_offset` is
-            not checked, since that would wait for the GPU; without leader indices the first tokens
-            of such a sequence select nothing.
+        leader_indices: block indices [B, R_, n] of the first token of the first query's group, in
+            two stages its groups of blocks [B, R_, n1]. Required if `q_offset` is not a multiple of
+            the tokens that share a ranking. A tensor `q_offset` is not checked, since that would
+            wait for the GPU; without leader indices the first tokens of such a sequence select
+            nothing.
         soft_cap, sinks: as in branch 1, for `"probs"`; `"logits"` ignores them.
         return_gates: also return the gates of differentiable top-k.
 

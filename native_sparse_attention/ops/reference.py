@@ -474,10 +474,9 @@ def rank(call: Call, i: Tensor, config: AttentionConfig) -> Tensor:
 
 
 def scores_in_groups(call: Call, i: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
-    """`block_scores` by tokens; candidates [b r t c] lie in the best groups by windows."""
-    by_groups, by_tokens = config.stages
-    groups = rearrange(rank(call, i, by_groups), "b t r n -> b r t n 1")
-    values, candidate = block_scores(call.but(ck=call.k), i, by_tokens)
+    """`block_scores` by tokens; candidates [b r t c] lie in the groups at `block_indices`."""
+    groups = rearrange(call.block_indices, "b t r n -> b r t n 1")
+    values, candidate = block_scores(call.but(ck=call.k), i, config.stages[1])
     c = torch.arange(values.shape[-1], device=values.device)
     return values, candidate & (groups == c // blocks.GROUP).any(dim=-2)
 
@@ -547,6 +546,8 @@ def select_blocks(
     shape = *q.shape[:2], (call.ck if shared else q).shape[2], config.num_selected_blocks
     if 0 in shape:
         return torch.full(shape, -1, dtype=torch.int32, device=q.device)
+    if config.num_selected_groups:
+        call = call.but(block_indices=select_blocks(call, config.stages[0], rank))
     queries, i, _, group = ranked_queries(call, config)
     indices = rank(queries, i, config)
     if group is None:

@@ -158,6 +158,8 @@ def ranking_scores(call: Call, config: AttentionConfig, i: Tensor, ranked: Tenso
     """The scores [b m r n] by which blocks `ranked` were chosen; NaN in an empty slot."""
     i = blocks.leader(i, config.selection_stride)
     part = call.ranking_call(config)
+    if config.num_selected_groups:
+        part, config = part.but(ck=part.k), config.stages[1]
     queries = part.but(q=part.q[:, i], documents=slice_documents(part.documents, i))
     values = rearrange(block_scores(queries, i[None], config)[0], "b r m c -> b m r c")
     return values.gather(-1, ranked.clamp(min=0).long()).masked_fill(ranked < 0, NAN)

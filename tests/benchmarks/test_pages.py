@@ -16,7 +16,7 @@ MODULES = {name: importlib.import_module(f"benchmarks.{name}") for name in NAMES
 FAST = ["--seconds", "1e-4"]
 # module, options, fields of every row that was measured, how many rows were
 QUICK = [
-    ("attention", FAST, ["p50_ms", "error_share"], 30),
+    ("attention", FAST, ["p50_ms", "error_share"], 28),
     ("decode", [*FAST, "--new", "1", "2"], ["p50_us", "error_share"], 18),
     ("distillation", [], ["loss", "above", "found"], 6),
     pytest.param("generation", [], ["prefill_ms", "dynamic_over_sdpa"], 7, marks=pytest.mark.slow),

@@ -287,7 +287,7 @@ REFUSED = {
         "each once, got ('selected', 'selected')": dict(branches=("selected", "selected")),
         "each once, got ('selected', 'far')": dict(branches=("selected", "far")),
         "dense_length=8 goes with branches=('selected',), got": dict(dense_length=8),
-        "dense_length must be a multiple of selection_stride=4": dict(
+        "dense_length must be a multiple of the 4 tokens": dict(
             ONE, dense_length=6, selection_stride=4
         ),
         "rank_rotated=True goes with branches without 'compressed'": dict(rank_rotated=True),

@@ -57,6 +57,12 @@ SETTINGS = {
     "no compressed branch": dict(NO_COMPRESSED, branch_kv="independent"),
     "window alone": dict(branches=("window",)),
 }
+# causal only
+STAGES = dict(
+    branches=("selected",), rank_rotated=True, importance="max", compress_block_size=2,
+    compress_block_sliding_stride=2, selection_block_size=2, num_local_blocks=4,
+    num_selected_groups=1,
+)  # fmt: skip
 
 
 def networks_of(l, d, h):

@@ -1,4 +1,4 @@
-"""Rankings that neighbouring tokens share (`selection_stride`) over a `SparseCache`."""
+"""Rankings that tokens share (`selection_stride`, two stages) over a `SparseCache`."""
 
 import copy
 from itertools import pairwise
@@ -14,6 +14,15 @@ FORMS = dict(
     tokens={},
     logits=dict(WINDOWS, importance="logits", query_heads_share_selected_kv=False),
     probs=dict(WINDOWS, importance="probs", dense_length=20),
+    stages=dict(
+        compress_block_size=2,
+        compress_block_sliding_stride=2,
+        selection_stride=1,
+        selection_block_size=2,
+        num_local_blocks=4,
+        num_initial_blocks=0,
+        num_selected_groups=1,
+    ),
     many_gates=dict(num_selected_blocks=70, use_diff_topk=True, selection_stride=2),
 )
 
@@ -30,19 +39,23 @@ def pieces(model, batch, cache, *bounds):
 @pytest.mark.parametrize(
     "form, left",
     [(form, left) for form in FORMS for left in (True, False)]
-    + [pytest.param("kernels", True, marks=pytest.mark.kernels)],
+    + [
+        pytest.param(form, True, marks=pytest.mark.kernels)
+        for form in ("kernels", "stages_kernels")
+    ],
 )
 def test_pieces_are_one_forward(form, left, monkeypatch):
     """With a crop of as many tokens as may be, rows that move, a copy and gradients."""
     monkeypatch.setattr(hf.cache, "RANKED_TOKENS", 11)
-    model = models.tiny(num_hidden_layers=1 + (form != "kernels"))
-    hf.use_sparse_attention(model, **models.SPARSE | dict(selection_stride=4) | FORMS.get(form, {}))
+    has_kernels, settings = "kernels" in form, FORMS.get(form.removesuffix("_kernels"), {})
+    model = models.tiny(num_hidden_layers=2 - has_kernels)
+    hf.use_sparse_attention(model, **models.SPARSE | dict(selection_stride=4) | settings)
     batch, cache = models.padded(models.prompts(30, 42), left), hf.SparseCache(model.config)
     others = batch | dict(input_ids=batch["input_ids"].flip(0, 1))
     expected = model(**batch, use_cache=False).logits
     with torch.set_grad_enabled(form == "tokens"):
         outs = [pieces(model, batch, cache, *((0, 27) if left else (0, 7, 18)), 29)]
-        model.config.nsa_config["backend"] = "triton" if form == "kernels" else "eager"
+        model.config.nsa_config["backend"] = "triton" if has_kernels else "eager"
         pieces(model, others, cache, 29, 34, 36, 37, 39)
         cache.crop(-10)
         cache.batch_repeat_interleave(2)
@@ -78,6 +91,6 @@ def test_generate_and_caches_without_rankings(way):
     for cache in (models.dynamic(model), hf.StaticSparseCache(model.config, 48)):
         for ids in (text, text[:, :2]):
             models.call(model, ids, cache)
-        with pytest.raises(ValueError, match=r"must be a SparseCache.model.config. with"):
+        with pytest.raises(ValueError, match=r"must be a SparseCache.model.config. where"):
             for ids in text.split(1, dim=1):
                 models.call(model, ids, cache)

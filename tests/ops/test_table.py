@@ -195,7 +195,7 @@ LAYERS = {
         "tokens": TOKENS,
         "tokens, documents": TOKENS | dict(lengths=DOCUMENTS),
         "8 bits": TOKENS | dict(ranking_bits=8),
-        "two stages": STAGES | dict(place=(PLACE[0], 96)),
+        "two stages": STAGES | dict(place=(48, 96)),
         "two stages, documents": STAGES | dict(lengths=[29, 0, 40]),
         "forced": dict(num_initial_blocks=1, num_local_blocks=2),
         "raw": dict(raw=True),

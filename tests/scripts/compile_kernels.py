@@ -187,7 +187,7 @@ def step(dtype, heads, T=1, page=0, B=16, counted=False, one_softmax=False, I=0,
     shapes += [(pages, n // config.d, K, I or D), (pages, n // config.d, K, E)]
     tensors = [torch.randn(shape).to(dtype) for shape in shapes]
     gates = None if one_softmax else torch.randn(B, T, H, 3).to(dtype)
-    ring = torch.zeros(B, K, 20, config.num_selected_blocks, dtype=torch.int32)
+    ring = torch.zeros(B, K, 20, config.leader_slots, dtype=torch.int32)
     counters = torch.zeros(B, K, 8, dtype=torch.int32)
     lengths = torch.zeros(B, dtype=torch.int64 if counted else torch.int32)
     table = torch.zeros(B, N // page, dtype=torch.int32) if page else None

@@ -667,7 +667,7 @@ def decode(call: calls.Call, config: AttentionConfig) -> Tensor:
         indices = stages.rank(call, config)
         if call.new_indices is not None:
             call.new_indices.copy_(indices)
-        call = call.but(block_indices=indices, ck=None, new_indices=None)
+        call = call.but(block_indices=indices, ck=None, ranking=None, new_indices=None)
         config = config.but(importance="given", num_selected_groups=0)
     elif config.ranking_bits == 8 and config.ranks and call.block_indices is None:
         q = (call.q if call.cq is None else call.cq).float()

@@ -1,6 +1,7 @@
 """The ranking of a decode step in two stages, in four launches before the step's kernel: scores of
-groups of blocks by their windows, the best groups of each token, scores of the blocks of these by
-their tokens, and the best blocks."""
+groups of blocks by their windows, for the first tokens of groups alone, the best groups, which the
+other tokens of a group share, scores of the blocks of these by their tokens, and the best blocks.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +28,25 @@ PROGRAM_KEYS, ONE_WARP = 64, 512
 
 # of a stage: heads of a ranking and rankings of a KV head; keys of a program, and of each unit that
 # is scored; units of `s` tokens, of which N are kept; how many were kept by the stage before, each
-# of GROUP units, 0 in the first stage
+# of GROUP units, 0 in the first stage; tokens whose groups are kept for later steps
 Settings = namedtuple(
     "Settings",
     "G RANKS_PER_KV D BLOCK_D BLOCK_M KEYS UNIT LARGEST PER_PAGE d s INITIAL LOCAL N KEPT GROUP "
-    "HAS_COUNTS",
+    "SIZE HAS_COUNTS",
 )
 
 
 @triton.jit
 def candidates_of(cache, line, T, RANKS, F: tl.constexpr):
-    """Sequence, KV head and ranking head of a line, and one past the last unit that its token
-    ranks, 0 for padding."""
+    """Sequence, token and ranking head of a line, the token's position, and one past the last unit
+    that it ranks; -1 and 0 for padding."""
     r, t, b = line % RANKS, line // RANKS % T, (line // RANKS // T).to(tl.int64)
-    length = tl.load(cache.lengths + b).to(tl.int32)
-    end = candidates_end(length + t, NEVER, F.LOCAL, F.d, F.s, True)
+    position = tl.load(cache.lengths + b).to(tl.int32) + t
+    end = candidates_end(position, NEVER, F.LOCAL, F.d, F.s, True)
     if F.HAS_COUNTS:
-        end = tl.where(t < tl.load(cache.counts + b), end, 0)
-    return b, t, r, end
+        is_new = t < tl.load(cache.counts + b)
+        position, end = tl.where(is_new, position, -1), tl.where(is_new, end, 0)
+    return b, t, r, position, end
 
 
 @triton.jit(do_not_specialize=["T", "RANKS", "COLUMNS"])
@@ -52,7 +54,9 @@ def nsa_decode_scores(q, k, cache, kept, scores, T, RANKS, COLUMNS, sign, F: tl.
     """One program: scores of the units of KEYS keys, of those kept where some were, for a token and
     ranking head: the largest product with a key, or their sum, both summed over the heads."""
     line, part = tl.program_id(0), tl.program_id(1)
-    b, t, r, end = candidates_of(cache, line, T, RANKS, F)
+    b, t, r, position, end = candidates_of(cache, line, T, RANKS, F)
+    if F.KEPT == 0:
+        end = tl.where(position % F.s == 0, end, 0)
     UNITS: tl.constexpr = F.KEYS // F.UNIT
     first_unit = part * UNITS
     first = first_unit
@@ -78,24 +82,37 @@ def nsa_decode_scores(q, k, cache, kept, scores, T, RANKS, COLUMNS, sign, F: tl.
 
 @triton.jit(do_not_specialize=["T", "RANKS", "COLUMNS"])
 def nsa_decode_best(
-    scores, cache, kept, out, T, RANKS, COLUMNS, F: tl.constexpr, BLOCK: tl.constexpr
+    scores, cache, kept, ranking, out, T, RANKS, COLUMNS, F: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One program: the best units of a token and ranking head, best first; of equal ones the
-    earlier."""
+    earlier. Those of the first stage are the best of the first token of a group, which `ranking`
+    has if that came before this step, and go there."""
     line = tl.program_id(0)
-    _, _, _, end = candidates_of(cache, line, T, RANKS, F)
+    b, t, r, position, end = candidates_of(cache, line, T, RANKS, F)
     i = tl.arange(0, BLOCK)
     number, is_candidate = i, i < COLUMNS
+    leader = t
+    if F.KEPT == 0:
+        leader -= position % F.s
+        end = tl.where(leader < 0, 0, end)
+    ring = ranking + (b * RANKS + r) * F.SIZE * F.N
     if F.KEPT > 0:
         group = tl.load(kept + line * F.KEPT + i // F.GROUP, mask=is_candidate, other=-1)
         number, is_candidate = group * F.GROUP + i % F.GROUP, group >= 0
     is_candidate &= (number >= F.INITIAL) & (number < end)
-    x = tl.load(scores + line.to(tl.int64) * COLUMNS + i, mask=is_candidate, other=NO_SCORE)
+    scored = (line + (leader - t) * RANKS).to(tl.int64)
+    x = tl.load(scores + scored * COLUMNS + i, mask=is_candidate, other=NO_SCORE)
     for slot in range(F.N):
         best = tl.max(x, 0)
         c = tl.min(tl.where(x == best, number, NO_BLOCK), 0)
-        tl.store(out + line * F.N + slot, tl.where(best == NO_SCORE, -1, c))
         x = tl.where(number == c, NO_SCORE, x)
+        c = tl.where(best == NO_SCORE, -1, c)
+        if F.KEPT == 0:
+            last = tl.maximum(position - t - 1, 0) % F.SIZE  # the token before this step
+            c = tl.where(leader < 0, tl.load(ring + last * F.N + slot), c)
+            if position >= 0:
+                tl.store(ring + position % F.SIZE * F.N + slot, c)
+        tl.store(out + line * F.N + slot, c)
 
 
 def rank_units(
@@ -105,6 +122,9 @@ def rank_units(
     (B, T, H, D), K = call.q.shape, keys.shape[2]
     s, d, n = config.selection_block_size, config.d, config.num_selected_blocks
     ranks = K if config.query_heads_share_selected_kv else H
+    ring = call.ranking
+    if ring is None:  # nothing was ranked before
+        ring = call.lengths.new_full((B, ranks, T + 1, n), -1, dtype=torch.int32)
     pages = 1 if call.page_table is None else call.page_table.shape[1]
     unit = s // d
     units = call.k.shape[1] * pages // s if kept is None else GROUP * kept.shape[3]
@@ -114,7 +134,7 @@ def rank_units(
         H // ranks, ranks // K, D, launch.padded(D), launch.padded(H // ranks), keys_of_program,
         unit, config.importance == "max", per_page, d, s, config.num_initial_blocks,
         config.num_local_blocks, n,
-        0 if kept is None else kept.shape[3], GROUP, call.counts is not None,
+        0 if kept is None else kept.shape[3], GROUP, ring.shape[2], call.counts is not None,
     )  # fmt: skip
     lines, cache = B * T * ranks, cache_arguments(call.lengths, call.counts, call.page_table)
     scores = call.q.new_empty(lines, units, dtype=torch.float32)
@@ -127,7 +147,7 @@ def rank_units(
         sign=float((scale > 0) - (scale < 0)), **common,
     )  # fmt: skip
     launcher(nsa_decode_best, (lines,))(
-        scores, cache, kept, out, BLOCK=max(2, next_power_of_2(units)),
+        scores, cache, kept, ring, out, BLOCK=max(2, next_power_of_2(units)),
         num_warps=1 if units <= ONE_WARP else 4, **common,
     )  # fmt: skip
     return out

@@ -513,10 +513,10 @@ def select_blocks_in_stages(
     q: Tensor, ck: Tensor, k: Tensor, config: Any, *, out: Tensor, num_ranked: int,
     leaders: Tensor | None = None, **places: Any,
 ) -> None:  # fmt: skip
-    """As `select_blocks`, by windows ck of groups of blocks first, then by keys k of tokens."""
+    """As `select_blocks`, by windows ck of groups of blocks first, then by keys k of tokens.
+    `leaders` [B R n1] are the groups of the first query's group of tokens."""
     by_groups, by_tokens = config.stages
     groups = out.new_empty(*out.shape[:3], config.num_selected_groups)
     most = ck.shape[1] * config.d // by_groups.selection_block_size
-    select_blocks(q, ck, by_groups, out=groups, num_ranked=most, **places)
-    places |= dict(num_ranked=num_ranked, leaders=leaders, groups=groups)
-    select_blocks(q, k, by_tokens, out=out, **places)
+    select_blocks(q, ck, by_groups, out=groups, num_ranked=most, leaders=leaders, **places)
+    select_blocks(q, k, by_tokens, out=out, num_ranked=num_ranked, groups=groups, **places)

@@ -66,11 +66,14 @@ def paged(t, size):
 
 
 def ring(settings, heads, T):
-    """Rankings that tokens before may have had: at most one block, the first that is ranked."""
-    first, lengths = settings.get("num_initial_blocks", 0), settings["lengths"]
-    ranks = heads[settings.get("query_heads_share_selected_kv", True)]
-    shape = len(lengths), ranks, max(9, T + 1), settings["num_selected_blocks"]
-    ranked = lengths // settings["selection_block_size"] - settings.get("num_local_blocks", 1)
+    """Rankings that tokens before may have had: at most one block, the first that is ranked, or in
+    two stages group of blocks."""
+    groups, lengths = settings.get("num_selected_groups", 0), settings["lengths"]
+    ranks, size = heads[settings.get("query_heads_share_selected_kv", True)], 4 if groups else 1
+    shape = len(lengths), ranks, max(9, T + 1), groups or settings["num_selected_blocks"]
+    first = settings.get("num_initial_blocks", 0) // size
+    ranked = lengths // (size * settings["selection_block_size"])
+    ranked = ranked - settings.get("num_local_blocks", 1) // size
     rankings = lengths.new_full(shape, -1, dtype=torch.int32)
     rankings[..., :1] = torch.where(ranked >= first, first, -1)[:, None, None, None]
     return rankings
@@ -82,7 +85,7 @@ def assert_right(dtype, counts=None, **changed):
     settings["counts"] = None if counts is None else torch.tensor(counts, device=DEVICE)
 
     def op(*, backend, **leaves):
-        if settings.get("selection_stride", 1) > 1:
+        if settings.get("selection_stride", 1) > 1 or settings.get("num_selected_groups"):
             rings.append(ring(settings, changed.get("heads", (2, 1)), tensors["q"].shape[1]))
             leaves["ranking"] = rings[-1]
         return decode_attention(**dict.fromkeys(tensors) | leaves, **settings, backend=backend)
@@ -336,7 +339,7 @@ def test_bad_input():
         (dict(counts=torch.zeros(rows, dtype=torch.bool)), "counts must be int32 or int64"),
         (dict(ck=tensors["ck"][:1]), "ck"),
         (dict(window_k=tensors["k"]), "window_k and window_v go together"),
-        (dict(selection_stride=2), "ranking must be given where selection_stride is above 1"),
+        (dict(selection_stride=2), "ranking must be given where tokens share one"),
         (
             dict(selection_stride=2, ranking=torch.zeros(rows, 1, 2, 3, dtype=torch.int32)),
             "ranking, of at least T . 1 = 3 tokens, must be int32 of shape",
