@@ -28,14 +28,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from native_sparse_attention import decode_attention, select_blocks
-from native_sparse_attention.blocks import GROUP
 
 from . import attention, common, oracle, problem
 from .attention import BASELINE, CHECK_LENGTH, PAGE
 from .attention import PLOT as PLOT_OF_ATTENTION
 from .common import Row, WrongResult, number
 from .oracle import Branch
-from .problem import Setting, Tensors
+from .problem import GROUP, Setting, Tensors
 from .providers import ONE_SOFTMAX, Form, our_branches
 
 STORED = ("k", "v", "ck", "cv")
@@ -146,12 +145,8 @@ class OneSoftmax(Ours):
         if c.groups:  # those that an equal query at the begin of the tokens' group has kept
             x["q"] = x["q"][:, :1].expand(-1, step.T, -1, -1).contiguous()
             leader = step.positions[0] // (GROUP * c.s) * GROUP * c.s
-            groups = select_blocks(
-                x["q"][:, :1], x["ck"], compress_block_size=c.l, compress_block_sliding_stride=c.d,
-                selection_block_size=GROUP * c.s, num_selected_blocks=c.groups,
-                num_initial_blocks=c.initial // GROUP, num_local_blocks=c.local // GROUP,
-                importance=self.importance, q_offset=leader, seq_len=step.S,
-            )  # fmt: skip
+            place = dict(importance=self.importance, q_offset=leader, seq_len=step.S)
+            groups = select_blocks(x["q"][:, :1], x["ck"], **place, **c.of_groups.ranking)
             x["ranking"] = groups.transpose(1, 2).repeat(1, 1, step.T + 1, 1)
 
     def arguments(self, x: Tensors, step: Step) -> dict[str, Any]:

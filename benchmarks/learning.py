@@ -310,27 +310,17 @@ def by_length(runs: Sequence[Row]) -> dict[int, Variants]:
     return {T: by_variant([row for row in runs if row["T"] == T], bits) for T in lengths}
 
 
-def keys(row: Row) -> str:
-    return " + ".join(str(count) for count in row["keys_per_query"].values())
-
-
-def minus_dense(runs: list[Row], dense: list[Row]) -> str:
-    """The difference of runs of equal seeds."""
-    twins = {row["seed"]: bits(row) for row in dense}
-    pairs = [bits(row) - twins[row["seed"]] for row in runs if row["seed"] in twins]
-    return spread(pairs) if pairs else ""
-
-
 def cells_of(runs: list[Row], dense: list[Row]) -> dict[str, str]:
-    """A line of the table: what each column has."""
-    row = runs[0]
+    """A line of the table. Differences from dense attention are those of equal seeds."""
+    row, twins = runs[0], {row["seed"]: bits(row) for row in dense}
+    pairs = [bits(run) - twins[run["seed"]] for run in runs if run["seed"] in twins]
     found = {
         "M parameters": f"{row['parameters'] / 1e6:.1f}",
-        "keys a query": keys(row),
+        "keys a query": " + ".join(map(str, row["keys_per_query"].values())),
         "learning rate": f"{row['lr']:g}",
         "seeds": str(len(runs)),
         "bits per byte": spread(list(map(bits, runs))),
-        "minus dense": "" if row["variant"] == DENSE else minus_dense(runs, dense),
+        "minus dense": spread(pairs) if pairs and row["variant"] != DENSE else "",
         "last half": spread([run["bits"]["last_half"] for run in runs]),
         **more_cells(runs),
     }

@@ -279,8 +279,7 @@ def blocks_of_groups(
 ) -> tuple[Tensor, Tensor]:
     """Which blocks [r c] a first stage may keep, for queries at positions i, and which it must:
     those of the best groups, but for near ties. The last blocks, of no whole group, are none."""
-    c = setting
-    c = replace(c, s=GROUP * c.s, n=c.groups, initial=c.initial // GROUP, local=c.local // GROUP)
+    c = setting.of_groups
     exact = block_scores(c, importance, share["q"].double(), share["ck"].double(), i)
     low = block_scores(c, importance, share["q"], share["ck"], i).double()
     group = torch.arange(exact.shape[1], device=i.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,12 @@ class Setting:
     @property
     def G(self) -> int:
         return self.H // self.K
+
+    @property
+    def of_groups(self) -> Setting:
+        """Of the first of two stages, which ranks groups of blocks."""
+        counts: Any = dict(n=self.groups, initial=self.initial // GROUP, local=self.local // GROUP)
+        return replace(self, s=GROUP * self.s, groups=0, **counts)
 
     @property
     def forced(self) -> dict[str, Any]:
