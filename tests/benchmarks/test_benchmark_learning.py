@@ -22,6 +22,7 @@ SMALL = {
     if not settings.keys() & {"local_layers", "share_ranking"}
 }
 NOT_MEASURED = ("seconds", "tokens_per_s", "date", "curve")
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
 
 
 def without_times(row):
@@ -90,7 +91,9 @@ def test_keys_of_a_query():
     assert all(keys(name) == {"selected": 768} for name in ones)
 
 
-@pytest.mark.parametrize("how", ["old", "muon,short=0.5,average=1"])
+@pytest.mark.parametrize(
+    "how", ["old", pytest.param("muon,short=0.5,average=1", marks=needs_muon)]
+)
 def test_a_stopped_run_continues_exactly(how, tmp_path, monkeypatch):
     """Stopped after every step and started again: the row of a run that was not."""
     names = ["--variants", "paper's ranking, means", "--recipe", how]
@@ -186,6 +189,7 @@ def test_order_of_the_jobs():
 # recipes
 
 
+@needs_muon
 def test_recipes():
     """A name with changes, which rows tell; what is unknown is refused."""
     found = recipe.parsed("muon,warmup=5,qk_norm=0,depth=3,rope_theta=1e5")
@@ -224,6 +228,7 @@ def test_rates():
     assert recipe.rate(cosine, 100) == pytest.approx(0.2)
 
 
+@needs_muon
 def test_what_an_optimizer_trains():
     """Muon the matrices of the layers, AdamW all others, each parameter once."""
     model = variants.build(SMALL["MLP over windows of 8"], SHAPE, seed=0)
