@@ -91,9 +91,7 @@ def test_keys_of_a_query():
     assert all(keys(name) == {"selected": 768} for name in ones)
 
 
-@pytest.mark.parametrize(
-    "how", ["old", pytest.param("muon,short=0.5,average=1", marks=needs_muon)]
-)
+@pytest.mark.parametrize("how", ["old", pytest.param("muon,short=0.5,average=1", marks=needs_muon)])
 def test_a_stopped_run_continues_exactly(how, tmp_path, monkeypatch):
     """Stopped after every step and started again: the row of a run that was not."""
     names = ["--variants", "paper's ranking, means", "--recipe", how]

@@ -11,7 +11,7 @@ from benchmarks import common
 
 pytestmark = pytest.mark.usefixtures("nothing_to_release")
 
-NAMES = "attention clock decode distillation generation learning pretrained recall"
+NAMES = "attention clock decode distillation distributed generation learning pretrained recall"
 MODULES = {name: importlib.import_module(f"benchmarks.{name}") for name in NAMES.split()}
 FAST = ["--seconds", "1e-4"]
 # module, options, fields of every row that was measured, how many rows were
