@@ -344,8 +344,9 @@ class NSAConfig(AttentionConfig):
             (causal).
         selection_stride: R; R neighbouring tokens share the ranking of the first of them. R divides
             s.
-        num_selected_groups: n1, ranks in two stages: groups of 4 blocks by their windows first, and
-            then the blocks of the n1 best groups by the largest logit of a token. 0 for one stage.
+        num_selected_groups: n1, ranks in two stages: groups of 4 blocks by their windows first,
+            once for the tokens of a group, and then for every token the blocks of the n1 best
+            groups by their largest logit. `dense_length` is a multiple of a group. 0 for one stage.
         ranking_bits: 16, or 8: queries and keys are rounded to 8-bit integers for the ranking alone
             (importance="max", causal, without "compressed" and num_selected_groups).
         query_heads_share_selected_kv: False lets every query head select for itself.

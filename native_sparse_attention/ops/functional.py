@@ -434,7 +434,8 @@ def select_blocks(
             (logits only).
         selection_stride: R; tokens `[R t, R t + R)` share the ranking of token `R t`.
         num_selected_groups: n1; ranks in two stages. The best n1 groups of 4 blocks by `importance`
-            ("logits" or "max") of their windows are kept. A block of these groups scores the
+            ("logits" or "max") of their windows are kept, the same for the tokens
+            `[4 s t, 4 s t + 4 s)`, by the first of them. A block of these groups scores the
             largest of `q_i . k_j * scale` over its tokens, with the mean query of the heads that
             share the ranking. 0 for one stage.
         ranking_bits: 8 rounds the heads' sum of queries and the keys of a block to 8-bit integers,
