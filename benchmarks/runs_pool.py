@@ -248,8 +248,10 @@ class Pool:
         try:
             while (jobs := self.wanted(plan)) and not signals and time.time() < self.stop_at:
                 for job in jobs:
+                    folder = self.work / job.key
+                    folder.mkdir(exist_ok=True)
                     try:
-                        with locked(self.prepare(job)):
+                        with locked(folder):
                             self.perform(job, signals)
                         break
                     except UserError:  # another process has it
@@ -275,17 +277,12 @@ class Pool:
             if len(self.rows) == before:
                 return [job for job in jobs if job.key not in self.rows]
 
-    def prepare(self, job: Job) -> Path:
-        folder = self.work / job.key
-        folder.mkdir(exist_ok=True)
-        write(folder / SPEC, json.dumps(job.spec, sort_keys=True).encode())
-        return folder
-
     def perform(self, job: Job, signals: list[int]) -> None:
         """Run a job to its end: its row, or why it has none. Raises Stopped."""
         folder = self.work / job.key
         if (folder / ROW).exists():
             return
+        write(folder / SPEC, json.dumps(job.spec, sort_keys=True).encode())
         run = Run(job.name, folder, self.recorder.device, self.stop_at, self.options, signals)
         try:
             row = self.execute(json.loads(json.dumps(job.spec)), run)

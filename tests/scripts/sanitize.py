@@ -174,6 +174,18 @@ def cached() -> None:
     steps(PagedKVCache(8, 6, 2, 24), soft_cap=2.0, **pages)
 
 
+def stages() -> None:
+    """Steps whose groups of blocks, ranked by means, an earlier token has kept."""
+    attention = module(
+        branches=("selected",), importance="max", rank_rotated=True, num_local_blocks=4,
+        num_selected_groups=1,
+    )  # fmt: skip
+    cache = KVCache(96, 2)
+    with torch.no_grad():
+        for T in (69, 1, 3):
+            attention(draw(2, T, 24, dtype=torch.float32), cache=cache)
+
+
 def means() -> None:
     """Windows of keys and values, summed up as they are pooled."""
     module(compress_mlp=MeanPool())(draw(2, 29, 24, dtype=torch.float32)).sum().backward()
@@ -190,6 +202,14 @@ def hopper() -> None:
             importance = "probs" if heads[0] in (8, 16) else "logits"
             more = dict(memory=3 * (heads[0] != 16), selection_stride=stride, importance=importance)
             layer(T, 256, heads, **LARGE, **more)
+    q, k = draw(1, 700, 4, 128), draw(1, 700, 2, 128)
+    tokens = dict.fromkeys(("compress_block_size", "compress_block_sliding_stride"), 1)
+    windows = dict.fromkeys(tokens, 16) | dict(num_selected_groups=1, k=k)
+    for sizes, ck in ((tokens, k), (windows, k[:, :688].unflatten(1, (-1, 16)).mean(2))):
+        select_blocks(
+            q, ck, importance="max", selection_block_size=32, num_selected_blocks=3,
+            num_local_blocks=4, seq_len=700, backend="triton", **sizes,
+        )  # fmt: skip
 
 
 PARTS: dict[str, Callable[[], None]] = {
@@ -208,7 +228,7 @@ PARTS: dict[str, Callable[[], None]] = {
     ),
     "documents": lambda: packed(importance="probs", use_diff_topk=True),
     "documents, not causal": lambda: packed(causal=False),
-    **{part.__name__: part for part in (chunks, ragged, unions, cached, means)},
+    **{part.__name__: part for part in (chunks, ragged, unions, cached, stages, means)},
 }
 if CUDA:
     # blocks of as many keys as a tile has, read by the tensor memory accelerator
