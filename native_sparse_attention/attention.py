@@ -268,11 +268,12 @@ class SparseAttention(Started):
     def extra_repr(self) -> str:
         c = self.config
         window = f"window={c.sliding_window_size}, " if "window" in c.branches else ""
+        groups = f"groups={c.num_selected_groups}, " if c.num_selected_groups else ""
         return (
             f"heads={c.heads}, kv_heads={c.kv_heads}, dim_head={c.dim_head}, "
             f"branches={c.branches}, importance={c.importance!r}, dense_length={c.dense_length}, "
             f"{window}l={c.compress_block_size}, d={c.d}, s={c.selection_block_size}, "
-            f"n={c.num_selected_blocks}, causal={c.causal}, soft_cap={c.soft_cap}, "
+            f"n={c.num_selected_blocks}, {groups}causal={c.causal}, soft_cap={c.soft_cap}, "
             f"backend={c.backend!r}"
         )
 
@@ -348,7 +349,8 @@ class SparseAttention(Started):
         masks = sliding_window_flex_mask, fine_selection_flex_mask
         functional.check_masks(*masks)
         check_input(inp, config.dim, self.to_qkv)
-        cache = check_cache(cache, return_cache, lengths, config.causal, config.alignment)
+        page = max(config.selection_block_size, config.d)
+        cache = check_cache(cache, return_cache, lengths, config.causal, page)
         ranking.check_ranking(ranking_queries, ranking_weights, generator, cache)
         if ranking_queries is not None and self.to_index is None:
             raise ValueError("ranking_queries goes with importance='index'")

@@ -8,7 +8,7 @@ L  keys that are written, of S               l, d  tokens of a window, and from 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,17 @@ from ..ops.call import Call
 from ..ops.reference import Visibility
 from ..ops.triton.backend import why_not
 from ..varlen import Move
-from .cache import kept_means, reserve_rankings
-from .configuration import DEFAULTS, FIXED, KEY, NAME, REPLACED, drop_in_settings, layer_config
+from .cache import kept_means, rankings_of
+from .configuration import (
+    DEFAULTS,
+    FIXED,
+    KEY,
+    NAME,
+    REPLACED,
+    drop_in_defaults,
+    drop_in_settings,
+    layer_config,
+)
 from .mask import NSAMask, check_call, check_layers, nsa_mask
 
 Model = TypeVar("Model")
@@ -137,12 +146,15 @@ def attention(
     if source is not None and not is_source:
         config, block_indices = config.but(**GIVEN), mask.shared_indices(source, q.device)
     ranks = config.ranks and not is_dense
-    ranking: Any = None
+    leads, ranking = False, cast(Any, None)
     if ranks and stride > 1:
-        index = getattr(module, "layer_idx", None)
-        ranking_heads = (k if config.query_heads_share_selected_kv else q).shape[2]
-        is_begun = isinstance(num_earlier, Tensor) or num_earlier > dense_length
-        ranking = reserve_rankings(key, index, ranking_heads, config.leader_slots, is_begun)
+        leads = isinstance(num_earlier, Tensor) or num_earlier > dense_length
+        rankings = getattr(key, "nsa_rankings", {} if leads else None)
+        if rankings is not None:
+            num_heads = (k if config.query_heads_share_selected_kv else q).shape[2]
+            place = getattr(module, "layer_idx", None), key, num_heads, config.leader_slots
+            ranking, is_new = rankings_of(rankings, *place)
+            leads &= is_new
     ck: Tensor | None = None
     if ranks and l == d == 1:  # tokens rank blocks
         ck = k
@@ -160,6 +172,10 @@ def attention(
     op = "sliding_window_attention" if is_window else "native_sparse_attention"
     if isinstance(starts, int) and (is_step or ranking is not None):
         starts = torch.full((B,), starts, device=q.device, dtype=torch.int32)
+    if leads:  # the first token, in place of a leader whose ranking nobody kept
+        kind = dispatch.choose(backend, "select_blocks", call, config)
+        new: Any = branches.rank_in_place_of_leader(call, config, kind)
+        decode.write_rankings(ranking, new, starts - 1, starts)
     if is_step and not why_not("decode_attention", call, config):
         counters = decode.workspace(B, k.shape[2], q.device)
         call = call.but(lengths=starts, counts=counts, counters=counters, ranking=ranking)
@@ -208,9 +224,10 @@ def use_sparse_attention(
         config: an `NSAConfig` or a dict of its settings. Without config and settings, those that
             `model.config.nsa_config` keeps, as after `save_pretrained` and `from_pretrained`.
         settings: single settings, which replace those of `config` and the defaults: 16 ranked, 1
-            initial and 8 local blocks of 64 tokens, ranked by their tokens, after dense_length=8192
-            (docs/huggingface.md lists them all); and share_ranking: indices of layers that rank for
-            themselves and for the layers of full attention after them, up to the next of these.
+            initial and 8 local blocks of 64 tokens, ranked in two stages, after dense_length=8192
+            (docs/huggingface.md lists them all; where a setting of the ranking is replaced, tokens
+            rank in one stage); and share_ranking: indices of layers that rank for themselves and
+            for the layers of full attention after them, up to the next of these.
     """
     decoder = check_model(model)
     saved = dict(getattr(decoder.config, KEY, None) or {})
@@ -219,7 +236,7 @@ def use_sparse_attention(
     if isinstance(user, Mapping):
         settings, user = {**user, **settings}, None
     shared = settings.pop("share_ranking", None)
-    layer = layer_config(user, settings, DEFAULTS, FIXED)
+    layer = layer_config(user, settings, drop_in_defaults(settings), FIXED)
     check_choice("importance", layer.importance, IMPORTANCE_RULES)
     if shared is not None:
         depth = decoder.config.num_hidden_layers

@@ -42,25 +42,17 @@ def kept_means(key: Tensor, l: int, d: int) -> Tensor | None:
     return means
 
 
-def reserve_rankings(key: Tensor, index: Any, heads: int, n: int, is_begun: bool) -> Tensor | None:
-    """The block indices [B R_ RANKED_TOKENS n] that a `SparseLayer` keeps with its keys for a layer
-    of the model, each at the position of its token modulo RANKED_TOKENS. None for another cache.
-
-    Raises:
-        ValueError: there are none, and earlier tokens had a ranking (`is_begun`).
-    """
-    rankings = getattr(key, "nsa_rankings", None)
-    ranking: Tensor | None = None if rankings is None else rankings.get(index)
-    shape = len(key), heads, RANKED_TOKENS, n
-    if ranking is not None and ranking.shape == shape:
-        return ranking
-    if is_begun:
-        expected = "a SparseCache(model.config) where tokens share rankings, from the first token"
-        expected += f" on and with fewer than {RANKED_TOKENS} tokens cropped"
-        raise refusal("past_key_values", expected, got="one without rankings")
-    if rankings is not None:
-        rankings[index] = ranking = allocate_zeros(key, *shape, dtype=torch.int32).fill_(-1)
-    return ranking
+def rankings_of(
+    rankings: dict[Any, Tensor], index: Any, key: Tensor, heads: int, n: int
+) -> tuple[Tensor, bool]:
+    """Of those that a `SparseLayer` keeps with its keys those of a layer of the model, and whether
+    they are new: block indices [B R_ RANKED_TOKENS n], each at the position of its token modulo
+    RANKED_TOKENS, or -1."""
+    found, shape = rankings.get(index), (len(key), heads, RANKED_TOKENS, n)
+    if found is not None and found.shape == shape:
+        return found, False
+    rankings[index] = allocate_zeros(key, *shape, dtype=torch.int32).fill_(-1)
+    return rankings[index], True
 
 
 def window_sizes(config: Any) -> tuple[int, int]:
@@ -162,7 +154,8 @@ class SparseCache(DynamicCache):
     grows as that of a `KVCache`, those of the step. Of windows of several tokens
     (`compress_block_size` above 1) it keeps the compressed keys, so that a step reads no others.
     Where tokens share rankings (`selection_stride` above 1, two stages) it keeps those of the
-    newest 512 tokens, which decoding needs.
+    newest 512 tokens, so that steps give what a forward without a cache gives. Over other caches,
+    and after a crop of more tokens, the first token of a call ranks for those after it.
 
     Args:
         config: `model.config`, after `use_sparse_attention(model)`.

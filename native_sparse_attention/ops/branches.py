@@ -86,6 +86,16 @@ def rankings_to_share(
     return dispatch.MODULES[backend].select_blocks(part, config.stages[0])
 
 
+def rank_in_place_of_leader(call: Call, config: AttentionConfig, backend: str) -> Tensor | None:
+    """What later tokens of its group may take from the first query [B 1 R n], which ranks as if at
+    the leader's position: for calls over keys of earlier tokens whose rankings nobody kept."""
+    leader = blocks.leader(call.q_offset, config.leader_stride)
+    first = call.but(q=call.q[:, :1], q_offset=leader)
+    is_staged = config.num_selected_groups > 0
+    indices = None if is_staged else rank(first, config, backend)[0]
+    return rankings_to_share(first, config, backend, indices)
+
+
 def no_blocks(call: Call, config: AttentionConfig, n: int) -> Tensor:
     """Block indices [B T R n] of queries that select none."""
     heads = (call.k if config.query_heads_share_selected_kv else call.q).shape[2]

@@ -72,14 +72,12 @@ def test_pieces_are_one_forward(form, left, monkeypatch):
         models.close(*(torch.autograd.grad(loss, [*model.parameters()]) for loss in losses))
         return
     cache.crop(-11)
-    with pytest.raises(ValueError, match="SparseCache.* with fewer than 11 tokens cropped"):
-        pieces(model, batch, cache, 31, 32)
+    assert pieces(model, batch, cache, 31, 32).isfinite().all()  # its first token ranks
 
 
 @pytest.mark.parametrize("way", [dict(num_beams=3), dict(prompt_lookup_num_tokens=3)], ids=str)
 @torch.no_grad()
-def test_generate_and_caches_without_rankings(way):
-    """Those take steps of dense attention alone."""
+def test_generate(way):
     settings = models.SPARSE | dict(dense_length=24, selection_stride=4)
     model, (text,) = hf.use_sparse_attention(models.tiny(), **settings), models.prompts(22)
     given = dict(attention_mask=torch.ones_like(text), do_sample=False, max_new_tokens=19)
@@ -88,9 +86,28 @@ def test_generate_and_caches_without_rankings(way):
     with torch.inference_mode():
         cache = {models.CACHE: hf.SparseCache(model.config)}
         assert model.generate(text, **given, **way, **cache).equal(expected)
-    for cache in (models.dynamic(model), hf.StaticSparseCache(model.config, 48)):
-        for ids in (text, text[:, :2]):
-            models.call(model, ids, cache)
-        with pytest.raises(ValueError, match=r"must be a SparseCache.model.config. where"):
-            for ids in text.split(1, dim=1):
-                models.call(model, ids, cache)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "cropped"])
+@torch.no_grad()
+def test_caches_without_rankings(kind, backend):
+    """A step ranks for itself: tokens of a block, as every token does, and of the groups that its
+    token finds, where these are all, each block."""
+    (ids,) = models.prompts(46)
+    for shared in (dict(selection_stride=4), FORMS["stages"] | dict(num_selected_groups=9)):
+        alone = dict(shared, selection_stride=1, num_selected_groups=0)
+        alone |= dict.fromkeys(("compress_block_size", "compress_block_sliding_stride"), 1)
+        model = models.tiny(num_hidden_layers=1)  # whose keys are no outputs of blocks
+        expected = hf.use_sparse_attention(model, **models.SPARSE | alone)(ids).logits
+        hf.use_sparse_attention(model, **models.SPARSE | shared, backend=backend)
+        cache = models.dynamic(model) if kind == "dynamic" else hf.SparseCache(model.config)
+        if kind == "static":
+            cache = hf.StaticSparseCache(model.config, 48)
+        models.call(model, ids[:, :36], cache)
+        for token in range(36, 46):
+            if kind == "cropped":
+                for layer in cache.layers:
+                    layer.rankings.clear()
+            out = models.call(model, ids[:, token : token + 1], cache)
+            models.close(out[:, 0], expected[:, token])

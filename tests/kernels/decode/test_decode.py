@@ -162,7 +162,7 @@ CASES = {
         ONE, index=(2, 40), query_heads_share_selected_kv=False, interpolated_importance_score=True
     ),
     "two stages, pages": dict(
-        ONE, **STAGES, num_selected_groups=2, page=16, T=3, counts=(3, 1), sinks=True,
+        ONE, **STAGES, num_selected_groups=2, page=8, T=3, counts=(3, 1), sinks=True,
         lengths=(101, 70),
     ),
     "two stages, own rankings": dict(
