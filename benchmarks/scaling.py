@@ -49,9 +49,7 @@ LINES: dict[str, tuple[int, int | None, int, int]] = {
 
 @functools.cache
 def model_of(T: int) -> Any:
-    # the form of the rows, which rank in one stage
-    one = preset("one-softmax", T, dict(importance="max"))
-    settings: dict[str, Any] = dict(MODEL, sparse_attn_kwargs=one)
+    settings: dict[str, Any] = dict(MODEL, sparse_attn_kwargs=preset("one-softmax", T))
     with torch.device("meta"):
         return Transformer(use_sparse_attn=True, **settings)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .blocks import GROUP
 from .checks import as_int, check_branches, check_choice, check_int
 
 # of `NSAConfig` without sizes, `Transformer` and `NSAModelConfig`
@@ -24,16 +23,6 @@ THREE_BRANCHES: Sizes = {
 }  # fmt: skip
 SHORT_WINDOWS: Sizes = {1024: (8, 4, 16, 63), 4096: (8, 4, 32, 255), LONG: (8, 4, 64, 255)}
 ONE_SOFTMAX: Sizes = {16384: (1, 1, 32, None, 2, 16), LONG: (1, 1, 64, None, 1, 8)}
-# of one softmax in longer sequences: groups of 4 blocks first, by means of 16 tokens
-TWO_STAGES: dict[str, Any] = dict(
-    num_selected_groups=16, compress_block_size=16, compress_block_sliding_stride=16
-)
-# settings of a ranking: where a user replaces one, or tokens that share the first stage are dense
-# in part, there is one stage
-RANKING = {
-    *TWO_STAGES, "branches", "importance", "interpolated_importance_score", "num_local_blocks",
-    "rank_rotated", "ranking_bits", "selection_block_size", "selection_stride", "use_diff_topk",
-}  # fmt: skip
 FORMS: dict[str, tuple[Sizes, dict[str, Any]]] = {
     "published": (THREE_BRANCHES, dict(num_selected_blocks=16)),
     "paper": (THREE_BRANCHES, dict(
@@ -64,10 +53,6 @@ def preset(
     settings: dict[str, Any] = {
         key: size for key, size in zip(SIZES, sizes, strict=False) if size is not None
     }
-    if sizes is ONE_SOFTMAX[LONG] and RANKING.isdisjoint(changes) and changes.get("causal", True):
-        num_dense = as_int(changes.get("dense_length")) or 0
-        is_whole = num_dense % (GROUP * settings["selection_block_size"]) == 0
-        settings |= TWO_STAGES if is_whole else {}
     settings = form | settings | changes
     if "dense_length" in settings.keys() - changes:
         # left out where settings that replace those of the preset exclude it

@@ -35,7 +35,7 @@ def new_settings(given: Namespace, table: Table) -> Namespace:
         attention = "sparse" if three else "one-softmax"
     sizes: dict[str, Any] = {}
     if attention == "one-softmax":
-        sizes = preset("one-softmax", length, vars(given))
+        sizes = preset("one-softmax", length)
     elif attention == "sparse" and length >= SHORT_WINDOWS.start:
         sizes = preset("short-windows", length)
     usual |= {name: value for name, value in sizes.items() if name in table}

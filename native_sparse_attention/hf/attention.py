@@ -28,16 +28,7 @@ from ..ops.reference import Visibility
 from ..ops.triton.backend import why_not
 from ..varlen import Move
 from .cache import kept_means, rankings_of
-from .configuration import (
-    DEFAULTS,
-    FIXED,
-    KEY,
-    NAME,
-    REPLACED,
-    drop_in_defaults,
-    drop_in_settings,
-    layer_config,
-)
+from .configuration import DEFAULTS, FIXED, KEY, NAME, REPLACED, drop_in_settings, layer_config
 from .mask import NSAMask, check_call, check_layers, nsa_mask
 
 Model = TypeVar("Model")
@@ -224,10 +215,9 @@ def use_sparse_attention(
         config: an `NSAConfig` or a dict of its settings. Without config and settings, those that
             `model.config.nsa_config` keeps, as after `save_pretrained` and `from_pretrained`.
         settings: single settings, which replace those of `config` and the defaults: 16 ranked, 1
-            initial and 8 local blocks of 64 tokens, ranked in two stages, after dense_length=8192
-            (docs/huggingface.md lists them all; where a setting of the ranking is replaced, tokens
-            rank in one stage); and share_ranking: indices of layers that rank for themselves and
-            for the layers of full attention after them, up to the next of these.
+            initial and 8 local blocks of 64 tokens, ranked by their tokens, after dense_length=8192
+            (docs/huggingface.md lists them all); and share_ranking: indices of layers that rank for
+            themselves and for the layers of full attention after them, up to the next of these.
     """
     decoder = check_model(model)
     saved = dict(getattr(decoder.config, KEY, None) or {})
@@ -236,7 +226,7 @@ def use_sparse_attention(
     if isinstance(user, Mapping):
         settings, user = {**user, **settings}, None
     shared = settings.pop("share_ranking", None)
-    layer = layer_config(user, settings, drop_in_defaults(settings), FIXED)
+    layer = layer_config(user, settings, DEFAULTS, FIXED)
     check_choice("importance", layer.importance, IMPORTANCE_RULES)
     if shared is not None:
         depth = decoder.config.num_hidden_layers

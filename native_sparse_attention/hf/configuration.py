@@ -43,15 +43,14 @@ FIXED: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def drop_in_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the drop-in: the recommended preset of long sequences, by the settings that replace some
-    of it, as far as a model does not decide them."""
-    usual = USUAL | preset(RECOMMENDED, None, settings)
-    return {n: usual[n] for n in USUAL if n == "backend" or n in BRANCH_SETTINGS - FIXED.keys()}
-
-
-BRANCH_SETTINGS = {f.name for f in fields(AttentionConfig)} - {"sliding_window_size"}
-DEFAULTS = drop_in_defaults({})
+# of the drop-in: one softmax over initial, local and ranked blocks, whose largest token is the
+# score of a block
+DEFAULTS = {
+    name: value
+    for name, value in (USUAL | preset(RECOMMENDED)).items()
+    if name == "backend" or (hasattr(AttentionConfig, name) and name not in FIXED)
+}
+del DEFAULTS["sliding_window_size"]
 
 
 def layer_config(
@@ -82,9 +81,7 @@ def layer_config(
 def drop_in_settings(config: Any) -> dict[str, Any]:
     """The settings of layers under "nsa" that a model's configuration keeps, or defaults."""
     saved = getattr(config, KEY, None) or {}
-    settings = {name: saved[name] for name in DEFAULTS if name in saved}
-    if len(settings) < len(DEFAULTS):
-        settings = drop_in_defaults(settings)
+    settings = {name: saved.get(name, value) for name, value in DEFAULTS.items()}
     return settings | dict(branches=("selected",), causal=True)
 
 

@@ -14,7 +14,6 @@ if not torch.distributed.is_available():
 
 from benchmarks import clock, distributed, scaling
 from native_sparse_attention import Transformer
-from native_sparse_attention.presets import preset
 
 
 def test_quick_form(tmp_path):
@@ -57,7 +56,7 @@ def test_rates_are_those_of_measured_rows():
     rows = [r for r in rows if r["form"] == "one softmax" and r["T"] >= 2**14]
     assert rows
     for row in rows:
-        settings = preset("one-softmax", row["T"], dict(importance="max"))  # as in scaling.py
+        settings = distributed.settings_of(row["form"], row["T"])
         with torch.device("meta"):
             net = Transformer(**clock.MODEL, use_sparse_attn=True, sparse_attn_kwargs=settings)
         forward, backward, logits = scaling.compute_seconds(net, row["T"])
