@@ -11,15 +11,14 @@ weights that they share. The first seed tries every learning rate at the first l
 one is used for the other seeds and lengths, for each text alone. Each run is resumable, see
 `runs_pool.py`.
 
-The search, `--out` of its own for each stage but the last ones:
+In this order, `--out` of its own for what only searches, `--recipe muon` throughout:
 
-1. Dense attention, T = 8192, 40 MB, one seed, two texts, three rates: `--recipe` "muon" and
-   "adamw", each with one change (qk_norm=0, start=default, short=0.2), and "old".
-2. The two best, 100 MB, five seeds. One stands if its seeds deviate by at most 0.01 bits, none by
-   0.03, and if at positions 0 to 256 dense attention is within 0.01 of the best form.
-3. Forms by this recipe at T = 8192 and 16384, three texts: three rates, the best at three seeds.
-4. Cheaper rankings at T = 16384, two texts, the rate of one softmax, three seeds.
-5. A model of 110 M parameters at T = 16384: `--recipe NAME,dim=1024,depth=10,heads=16,kv_heads=4`.
+1. Dense attention and the form with local layers, T = 8192, 100 MB, five seeds, three texts. The
+   recipe stands if seeds of dense attention deviate by at most 0.01 bits, none by 0.03, and if at
+   positions 0 to 256 it is within 0.01 of the best form.
+2. Forms at T = 8192 and 16384, three texts: three rates, the best at three seeds.
+3. Cheaper rankings at T = 16384, two texts, the rate of one softmax, three seeds.
+4. A model of 110 M parameters at T = 16384: `--recipe muon,dim=1024,depth=10,heads=16,kv_heads=4`.
 
 Rows (results/learning.jsonl): bits per byte of held-out text, over all positions, over the last
 half and by ranges of positions, of the averaged and of the last weights; the training loss against

@@ -65,7 +65,7 @@ MOST_APART = 1e-3
 # neighbouring queries of which the far mass is measured at one time, and how often in a text
 QUERIES, RUNS = 64, 4
 TOKENS_AT_ONCE = 8192
-RANKED = ("logits", "probs", "max")
+RANKED = ("logits", "probs", "max", "head_max")
 NAMES = ("dense", "window", "oracle", *RANKED)
 
 
@@ -116,7 +116,7 @@ def grid(sizes: Sequence[int] = SIZES, tokens: tuple[int, int, int] = TOKENS) ->
         initial, local, n = (count // s for count in tokens)
         blocks = (s, initial, local, n)
         rules += [Rule("window", s, initial, local + n), Rule("oracle", *blocks)]
-        forms = [("logits", s, s), ("probs", s // 2, s // 4), ("max", 1, 1)]
+        forms = [("logits", s, s), ("probs", s // 2, s // 4), ("max", 1, 1), ("head_max", 1, 1)]
         forms += [("logits", s // 2, s // 4), ("probs", 1, 1)]
         forms += [("max", l, l) for l in (4, 8) if l < s]
         rules += [Rule(name, *blocks, l, d) for name, l, d in forms]

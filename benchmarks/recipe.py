@@ -77,12 +77,14 @@ class Recipe:
         return {"recipe": self.name, **values}
 
 
-MODERN = Recipe(schedule="linear", average=0.02, qk_norm=True, start="zero")
+# "muon" is the best of two searches (docs/dev/log.md)
 RECIPES = {
     "old": Recipe(),
-    "adamw": replace(MODERN, name="adamw", lrs=(1e-3, 2e-3, 4e-3)),
-    "muon": replace(MODERN, name="muon", optimizer="muon", lrs=(4e-3, 2e-3, 8e-3)),
-}
+    "muon": Recipe(
+        optimizer="muon", lrs=(4e-3, 2e-3, 8e-3), schedule="linear", warmup=100, step_tokens=16384,
+        short=0.2, average=0.02, qk_norm=True, name="muon",
+    ),
+}  # fmt: skip
 
 
 def parsed(text: str) -> Recipe:

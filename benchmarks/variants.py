@@ -63,6 +63,7 @@ LARGE: Settings = dict(WIDE, num_selected_blocks=16)
 INDEX: Settings = dict(importance="index", ranking_queries=64)
 # what costs less than a score of every token, head group and layer
 RANKINGS: dict[str, Settings] = {
+    "any head": dict(importance="head_max"),
     "R = 4": dict(selection_stride=4),
     "R = 16": dict(selection_stride=16),
     "two stages": dict(

@@ -29,7 +29,7 @@ function costErrors(c) {
     errors.push("rotated keys rank without the compressed branch only");
   if (c.num_selected_groups && !(c.causal && c.rank_rotated && c.importance !== "probs" && R === 1
       && c.num_local_blocks > 0 && c.num_local_blocks % 4 === 0))
-    errors.push("two stages need rotated keys, max or logits, and 4, 8, .. local blocks");
+    errors.push("two stages need rotated keys, no probs, and 4, 8, .. local blocks");
   return errors;
 }
 
@@ -134,7 +134,7 @@ function nsaCost(settings, T, batch = 1, size = 2) {
   const leaderStride = c.num_selected_groups ? 4 * c.selection_block_size : c.selection_stride;
   for (let i = firstRanking(T, c); i < T; i += leaderStride) scored += windowsSeen(i, T, c);
   for (let i = firstRanking(T, c); i < T; i += c.selection_stride) scored += tokensRanked(i, c);
-  const perHead = c.importance === "probs" || !c.query_heads_share_selected_kv;
+  const perHead = ["probs", "head_max"].includes(c.importance) || !c.query_heads_share_selected_kv;
   const width = indexed ? indexDim : D;
   let attention = 4 * D * H * batch * pairs;
   if (ranks) attention += 2 * width * (perHead ? H : K) * batch * scored;
@@ -200,7 +200,9 @@ const COST_FIELDS = [
 ];
 const COST_CHOICES = [
   ["branches", "branches", {"all three": COST_DEFAULTS.branches, "selected: one softmax": ["selected"]}],
-  ["importance", "score of a block", {logits: "logits", max: "max", probs: "probs"}],
+  ["importance", "score of a block", {
+    logits: "logits", max: "max", "max of all heads": "head_max", probs: "probs",
+  }],
   ["rank_rotated", "keys that rank blocks", {"before rotation": false, "rotated": true}],
   ["mean", "compression network", {"the layer's own": false, "MeanPool()": true}],
   ["branch_kv", "keys and values", {shared: "shared", independent: "independent"}],

@@ -22,7 +22,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, *INDEX_DTYPES)
 BACKENDS = ("auto", "triton", "flex", "eager")
-IMPORTANCE_RULES = ("logits", "probs", "max")
+IMPORTANCE_RULES = ("logits", "probs", "max", "head_max")
 BRANCHES = ("compressed", "selected", "window")
 BRANCH_KV = ("shared", "independent")
 

@@ -52,6 +52,7 @@ GIVEN: dict[str, Any] = dict(
 LOCAL: dict[str, Any] = dict(num_selected_blocks=0, use_diff_topk=False, dense_length=0)
 
 # what settings go with, where they are not at their defaults
+BY_KEYS = "max", "head_max", "logits"
 WITHOUT_COMPRESSED = ("selected",), ("window",), ("selected", "window")
 NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
     "interpolated_importance_score": dict(importance=("logits",)),
@@ -62,14 +63,14 @@ NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
         branches=WITHOUT_COMPRESSED,
     ),
     "num_selected_groups": dict(
-        importance=("max", "logits"), causal=(True,), use_diff_topk=(False,),
+        importance=BY_KEYS, causal=(True,), use_diff_topk=(False,),
         interpolated_importance_score=(False,), selection_stride=(1,), branches=WITHOUT_COMPRESSED,
     ),
 }  # fmt: skip
 # of layers, and of those that rank by an index
 LAYER_NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
     "rank_rotated": dict(branches=WITHOUT_COMPRESSED),
-    "num_selected_groups": dict(rank_rotated=(True,), importance=("max", "logits")),
+    "num_selected_groups": dict(rank_rotated=(True,), importance=BY_KEYS),
 }
 INDEX_NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
     "importance": dict(
@@ -208,8 +209,8 @@ class AttentionConfig:
             num_local_blocks=self.num_local_blocks // GROUP,
         )  # fmt: skip
         tokens = self.but(
-            num_selected_groups=0, importance="max", compress_block_size=1,
-            compress_block_sliding_stride=1,
+            num_selected_groups=0, importance="head_max" if self.ranks_by_heads else "max",
+            compress_block_size=1, compress_block_sliding_stride=1,
         )  # fmt: skip
         return groups, tokens
 
@@ -223,6 +224,16 @@ class AttentionConfig:
         """Whether there are blocks to rank."""
         is_ranked = self.num_selected_blocks > 0 and self.importance != "given"
         return is_ranked and "selected" in self.branches
+
+    @property
+    def ranks_by_heads(self) -> bool:
+        """Whether each query head has scores of its own, of which the largest count."""
+        return self.importance == "head_max"
+
+    @property
+    def ranks_by_largest(self) -> bool:
+        """Whether a block's score is that of its largest window."""
+        return self.importance in ("max", "head_max")
 
     @property
     def compresses(self) -> bool:
@@ -335,9 +346,10 @@ class NSAConfig(AttentionConfig):
         num_selected_blocks: n, ranked blocks of a query; 0 leaves the forced blocks.
         sliding_window_size: w; the window branch attends to keys `i - w .. i`.
         importance: the score of a block: "logits" (mean logit of its windows), "max" (largest
-            logit), "probs" (the paper's softmax mass), or "index": by index queries and keys, which
-            learn from the loss of `ranking_queries` (not with "compressed"). "given": nothing is
-            ranked, calls are given `block_indices`.
+            logit of the mean query of a group), "head_max" (largest logit of any of its heads),
+            "probs" (the paper's softmax mass), or "index": by index queries and keys, which learn
+            from the loss of `ranking_queries` (not with "compressed"). "given": nothing is ranked,
+            calls are given `block_indices`.
         interpolated_importance_score: interpolate window scores to tokens before ranking blocks.
         num_initial_blocks: first blocks that every query attends to, not ranked.
         num_local_blocks: blocks ending with the query's own that it attends to, not ranked

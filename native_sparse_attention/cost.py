@@ -103,10 +103,10 @@ def nsa_cost(
 
     Query i of a head multiplies `4 D` numbers for each key that it sees: `i // d` windows and m
     memory slots, the tokens of its selected, initial and local blocks, and `min(i, w) + 1` of the
-    window. The ranking multiplies `2 D` for each window and group (`importance="logits"`) or head
-    ("probs", or one ranking per head), once per `selection_stride` tokens; in two stages once per
-    group, and for every query the tokens of `num_selected_groups` groups, and a decoding step reads
-    that share of the windows. A dense query, as all of dense attention, sees
+    window. The ranking multiplies `2 D` for each window and group ("logits", "max") or head
+    ("probs", "head_max", or one ranking per head), once per `selection_stride` tokens; in two
+    stages once per group, and for every query the tokens of `num_selected_groups` groups, and a
+    decoding step reads that share of the windows. A dense query, as all of dense attention, sees
     `i + 1` keys and ranks none.
 
     Args:
@@ -142,7 +142,8 @@ def nsa_cost(
     if layer.to_index is not None:
         width, ranking_entry = layer.index_dim, layer.index_heads * layer.index_dim * size
     if config.ranks:
-        per_head = config.importance == "probs" or not config.query_heads_share_selected_kv
+        per_head = config.importance == "probs" or config.ranks_by_heads
+        per_head |= not config.query_heads_share_selected_kv
         first, stride = first_ranking(T, config), config.leader_stride
         scored = int(visible_windows(i[first::stride], windows, d, config.causal)[1].sum())
         scored += int(tokens_ranked(i[first :: config.selection_stride], config).sum())

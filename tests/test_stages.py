@@ -22,8 +22,10 @@ def draw(T, S, H, K, D, d=4, dtype=torch.float32):
 
 
 def by_hand(q, k, ck, i, h, n1, importance):
-    """The blocks of the query in row i of q, at position 96 + i, with KV head h."""
-    score, q, i = ck[:, h] @ q[i // 32 * 32, h], q[i, h], 96 + i
+    """The blocks of the query in row i of q, at position 96 + i, for the two heads of KV head h."""
+    q = q[:, 2 * h : 2 * h + 2]
+    q = q if importance == "head_max" else q.mean(1, keepdim=True)
+    score, q, i = ck[:, h] @ q[i // 32 * 32].T, q[i].T, 96 + i
     groups = [g for g in range(len(ck) // 8) if g <= i // 32 - 1]
     reduce = torch.mean if importance == "logits" else torch.amax
     best = sorted(groups, key=lambda g: -float(reduce(score[8 * g : 8 * g + 8])))[:n1]
@@ -32,10 +34,10 @@ def by_hand(q, k, ck, i, h, n1, importance):
     return best + [-1] * (3 - len(best))
 
 
-@pytest.mark.parametrize("importance", ["max", "logits"])
+@pytest.mark.parametrize("importance", ["max", "head_max", "logits"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_definition(backend, importance):
-    q, k, ck = draw(70, 166, 2, 2, 16)
+    q, k, ck = draw(70, 166, 4, 2, 16)
     call = dict(SIZES, importance=importance, k=k, num_selected_groups=2, backend=backend)
     found = select_blocks(q, ck, **call)
     for b, t, h in ((0, 69, 0), (1, 0, 1), (0, 31, 1), (1, 50, 0)):
@@ -58,14 +60,15 @@ def test_all_groups_are_one_stage(backend, shared):
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["sm90", "portable"])
 @pytest.mark.parametrize("D, s, n1", [(128, 64, 5), (64, 32, 16), (128, 128, 2)])
-def test_tiles_that_share_groups(form, D, s, n1):
+@pytest.mark.parametrize("importance", ["max", "head_max"])
+def test_tiles_that_share_groups(importance, form, D, s, n1):
     """Kernels of half precision rank as the specification does, but for near-ties."""
     S = 40 * s
     for T, H, K in ((S, 8, 4), (S // 2, 2, 2)):
         q, k, ck = draw(T, S, H, K, D, 16, torch.bfloat16)
         call = dict(SIZES, compress_block_size=16, compress_block_sliding_stride=16, k=k)
         call |= dict(selection_block_size=s, num_selected_groups=n1, num_selected_blocks=7)
-        call |= dict(importance="max")
+        call |= dict(importance=importance)
         with running(form) as backend:
             found = select_blocks(q, ck, **call, backend=backend)
             assert torch.equal(found, select_blocks(q, ck, **call, backend=backend))

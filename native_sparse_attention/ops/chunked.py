@@ -224,7 +224,8 @@ def scores_of_query(call: Call, config: AttentionConfig) -> int:
     q, ck, mem_k = call.q, call.ck, call.mem_k
     ck = call.k if config.num_selected_groups else ck
     heads, keys = q.shape[2], ck.shape[1] + (0 if mem_k is None else mem_k.shape[1])
-    if config.importance != "probs" and config.query_heads_share_selected_kv:
+    is_mean = config.importance != "probs" and not config.ranks_by_heads
+    if is_mean and config.query_heads_share_selected_kv:
         heads = ck.shape[2]
     # interpolation scores every token; otherwise every window and every block has a score
     per_key = max(1, config.d // config.selection_block_size)

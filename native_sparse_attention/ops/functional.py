@@ -417,6 +417,8 @@ def select_blocks(
     `importance` defines the score of a block:
 
     * `"logits"`: the mean over the group's heads and the block's windows of `q_i . ck_w * scale`;
+    * `"max"`: the largest over the block's windows of the mean over the group's heads;
+    * `"head_max"`: the largest over both;
     * `"probs"`: `sum_w overlap(w, c) / d * p_w`, with p the softmax of branch 1, summed over the
       group's heads.
 
@@ -434,10 +436,10 @@ def select_blocks(
             (logits only).
         selection_stride: R; tokens `[R t, R t + R)` share the ranking of token `R t`.
         num_selected_groups: n1; ranks in two stages. The best n1 groups of 4 blocks by `importance`
-            ("logits" or "max") of their windows are kept, the same for the tokens
+            ("logits", "max" or "head_max") of their windows are kept, the same for the tokens
             `[4 s t, 4 s t + 4 s)`, by the first of them. A block of these groups scores the
             largest of `q_i . k_j * scale` over its tokens, with the mean query of the heads that
-            share the ranking. 0 for one stage.
+            share the ranking, or by "head_max" with each of them. 0 for one stage.
         ranking_bits: 8 rounds the heads' sum of queries and the keys of a block to 8-bit integers,
             each to its own scale (importance="max", causal).
         k: keys of tokens [B, S, K, D], for the second stage alone; S is their number.

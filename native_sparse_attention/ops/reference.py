@@ -300,15 +300,15 @@ def combine_branches(outs: Sequence[Tensor], gates: Tensor) -> Tensor:
 
 
 def pool_windows(
-    window_scores: Tensor, end: Tensor, c: Tensor, d: int, s: int, rule: str
+    window_scores: Tensor, end: Tensor, c: Tensor, d: int, s: int, by_largest: bool
 ) -> Tensor:
-    """Score of block c: the mean, or with `max` the largest, of its windows before `end` [b|1 i],
+    """Score of block c: the mean, or the largest, of its windows before `end` [b|1 i],
     [b r i w] -> [b r i c]; 0 without one."""
     w = blocks.first_window_of_block(c, d, s)[:, None]
     w = w + torch.arange(blocks.windows_per_block(d, s), device=c.device)
     exists = (w < end[..., None, None])[:, None]
     values = window_scores[..., w.clamp(max=window_scores.shape[-1] - 1)]
-    if rule == "max":
+    if by_largest:
         largest = values.masked_fill(~exists, float("-inf")).amax(dim=-1)
         return largest.masked_fill(~exists.any(dim=-1), 0.0)
     return values.masked_fill(~exists, 0.0).sum(dim=-1) / exists.sum(dim=-1).clamp(min=1)
@@ -407,17 +407,20 @@ def importance_scores(
         scale = float((scale > 0) - (scale < 0))
         q = quantize_queries(q, ck.shape[2], shared)
         ck, size = quantize_keys(ck, d, s)
-    elif shared:
+    elif shared and not config.ranks_by_heads:
         # the mean over heads of dot products is the dot product with the mean query
         q = rearrange(q, "b i (k g) d -> b i k g d", k=ck.shape[2]).mean(dim=3)
     window_scores = scores(q, ck, scale)
     if size is not None:
         window_scores = window_scores * size
-    window_scores = rearrange(window_scores, "b k g i w -> b (k g) i w")
+    if shared:  # of one mean query, or those of each head
+        window_scores = window_scores.amax(dim=2)
+    else:
+        window_scores = rearrange(window_scores, "b k g i w -> b (k g) i w")
     window_scores = F.pad(window_scores, (0, hidden))
     if config.interpolated_importance_score:
         return interpolate_windows(window_scores, visible, c, d, s)
-    return pool_windows(window_scores, visible[1], c, d, s, config.importance)
+    return pool_windows(window_scores, visible[1], c, d, s, config.ranks_by_largest)
 
 
 # selection

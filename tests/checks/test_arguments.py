@@ -271,7 +271,7 @@ REFUSED = {
         "compress_block_size must be at least": dict(compress_block_sliding_stride=16),
         "must divide one another, got 10 and 4": dict(selection_block_size=10),
         "selection_stride must divide selection_block_size=8": dict(selection_stride=3),
-        "importance must be one of 'logits', 'probs', 'max', 'index'": dict(importance="mean"),
+        "importance must be one of 'logits', 'probs', 'max', 'head_max', 'index'": dict(importance="mean"),
         "use_triton_kernel=True asks for": dict(backend="flex", use_triton_kernel=True),
         "interpolated_importance_score=True goes with importance='logits', got 'probs'": dict(
             importance="probs", interpolated_importance_score=True
@@ -425,7 +425,7 @@ REFUSED = {
         "backend must be a name or a tuple of at least one": dict(backend=()),
     },
     "stages": {
-        "importance='max' or 'logits', got 'probs'": dict(importance="probs"),
+        "importance='max' or 'head_max' or 'logits', got 'probs'": dict(importance="probs"),
         "causal=True, got False": dict(causal=False),
         "num_local_blocks must be a positive multiple of 4": dict(num_local_blocks=3),
         "rank_rotated=True": dict(rank_rotated=False),

@@ -145,7 +145,11 @@ def block_scores(q, ck, mem_k, *, i, b, heads, kv, l, d, s, S, rule, interpolate
                 per_head.append(tokens[c * s : (c + 1) * s].mean())
             else:
                 of_windows = torch.stack([logits[visible.index(w)] for w in mine])
-                per_head.append(of_windows if rule == "max" else of_windows.mean())
-        total = torch.stack(per_head).sum(0)
+                per_head.append(of_windows.mean() if rule == "logits" else of_windows)
+        total = torch.stack(per_head)
+        if rule == "head_max":
+            scores[c] = total.max()
+            continue
+        total = total.sum(0)
         scores[c] = total if rule == "probs" else total.max() / len(heads)
     return scores

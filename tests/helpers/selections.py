@@ -22,6 +22,7 @@ RULES = {
     "interpolated": dict(interpolated_importance_score=True),
     "probs": dict(importance="probs"),
     "max": dict(importance="max"),
+    "head_max": dict(importance="head_max"),
 }
 
 
@@ -63,7 +64,7 @@ def rounding(q, ck, mem_k, settings, scale, exact):
     scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
     logits = q.double().norm(dim=-1).max() * keys * scale
     eps = torch.finfo(torch.float32).eps
-    if settings["importance"] == "max" and q.dtype != torch.float32:
+    if "max" in settings["importance"] and q.dtype != torch.float32:
         half = 2**-12 * q.abs().max() * ck.abs().sum(-1).max() * scale
         return eps * logits + half.double()
     if settings["importance"] != "probs":

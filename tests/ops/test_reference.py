@@ -78,7 +78,8 @@ def test_layers(branch, case):
 # the ranking
 
 GEOMETRIES = [(4, 4, 4), (8, 4, 8), (8, 4, 4), (6, 2, 8), (8, 8, 4), (12, 8, 2)]
-RULES = [("logits", False), ("logits", True), ("probs", False), ("max", False)]
+RULES = [("logits", False), ("logits", True)]
+RULES += [(rule, False) for rule in ("probs", "max", "head_max")]
 
 
 @pytest.mark.slow(one_of=10)

@@ -151,6 +151,7 @@ BOTH = {
     "logits": {},
     "probs": dict(importance="probs"),
     "largest": dict(importance="max"),
+    "largest of 3 heads": dict(importance="head_max", heads=(6, 2, WIDTH, WIDTH)),
     "interpolated": dict(interpolated_importance_score=True),
     "each head": dict(each=True, importance="max", heads=(3, 1, WIDTH, WIDTH)),
     "two-sided": dict(causal=False, num_initial_blocks=1),
@@ -194,9 +195,16 @@ LAYERS = {
     "one softmax": BOTH | {
         "tokens": TOKENS,
         "tokens, documents": TOKENS | dict(lengths=DOCUMENTS),
+        "two-sided documents, each head counts": dict(
+            importance="head_max", lengths=DOCUMENTS, causal=False
+        ),
+        "tokens, each head counts": TOKENS | dict(importance="head_max", lengths=DOCUMENTS),
         "8 bits": TOKENS | dict(ranking_bits=8),
         "two stages": STAGES | dict(place=(48, 96)),
         "two stages, documents": STAGES | dict(lengths=[29, 0, 40]),
+        "two stages, each head counts": STAGES | dict(
+            importance="head_max", lengths=[29, 0, 40], heads=(6, 1, WIDTH, WIDTH)
+        ),
         "forced": dict(num_initial_blocks=1, num_local_blocks=2),
         "raw": dict(raw=True),
         "dense at first": dict(dense_length=12),

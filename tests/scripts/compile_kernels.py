@@ -267,10 +267,12 @@ def decode(capability):
     step(FP32, many, I=32, **sizes, **TOKENS)
     stages = dict(sizes, num_selected_groups=16, causal=True, branches=("selected",))
     stages |= dict(compress_block_size=16, compress_block_sliding_stride=16)
-    step(BF16, many, page=256, counted=True, importance="max", **stages)
+    for importance in ("max", "head_max"):
+        step(BF16, many, page=256, counted=True, importance=importance, **stages)
     step(FP32, many, importance="logits", query_heads_share_selected_kv=False, **stages)
     for dtype in (BF16, FP32):
         step(dtype, many, page=256, **sizes, **TOKENS)
+        step(dtype, many, page=256, **sizes, **TOKENS | dict(importance="head_max"))
         eight = dict(ranking_bits=8, causal=True, branches=("selected",))
         step(dtype, many, page=256, **sizes, **TOKENS, **eight)
     for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):
@@ -331,6 +333,8 @@ def largest(capability):
                     rank(BF16, heads, selection_stride=stride, ranking_bits=bits, **settings)
                 windows = dict(compress_block_size=16, compress_block_sliding_stride=16)
                 rank(BF16, heads, num_selected_groups=n, **settings | windows)
+                by_heads = settings | windows | dict(importance="head_max")
+                rank(BF16, heads, num_selected_groups=n, **by_heads)
 
 
 def ranking(capability):
@@ -345,6 +349,7 @@ def ranking(capability):
             rank(dtype, (16, 1, 128), ranking_bits=bits, **TOKENS)
         with launch.using({"largest_sm90": False}):
             rank(dtype, (16, 1, 128), **TOKENS | windows)
+            rank(dtype, (12, 1, 128), **TOKENS | windows | dict(importance="head_max"))
 
 
 def selections(capability):

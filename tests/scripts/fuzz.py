@@ -43,7 +43,7 @@ def run_call(rng: random.Random) -> str:
         compress_block_size=d * pick((1, 1, 2, 3)), compress_block_sliding_stride=d,
         selection_block_size=s, num_selected_blocks=pick((0, 1, 2, 3, 8, 13, 16, 17, 32, 33, 64)),
         selection_stride=pick([r for r in (1, 1, 2, 4, 16) if s % r == 0]),
-        importance=pick(("logits", "max", "probs")),
+        importance=pick(("logits", "max", "head_max", "probs")),
     )  # fmt: skip
     common: dict[str, Any] = dict(memory=pick((0, 1, 2, 70)), heads=heads)
     dtype, window = pick(DTYPES), dict(sliding_window_size=pick(EDGES))

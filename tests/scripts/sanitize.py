@@ -206,10 +206,11 @@ def hopper() -> None:
     tokens = dict.fromkeys(("compress_block_size", "compress_block_sliding_stride"), 1)
     windows = dict.fromkeys(tokens, 16) | dict(num_selected_groups=1, k=k)
     for sizes, ck in ((tokens, k), (windows, k[:, :688].unflatten(1, (-1, 16)).mean(2))):
-        select_blocks(
-            q, ck, importance="max", selection_block_size=32, num_selected_blocks=3,
-            num_local_blocks=4, seq_len=700, backend="triton", **sizes,
-        )  # fmt: skip
+        for importance in ("max", "head_max"):
+            select_blocks(
+                q, ck, importance=importance, selection_block_size=32, num_selected_blocks=3,
+                num_local_blocks=4, seq_len=700, backend="triton", **sizes,
+            )  # fmt: skip
 
 
 PARTS: dict[str, Callable[[], None]] = {

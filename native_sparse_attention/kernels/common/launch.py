@@ -488,7 +488,7 @@ def topk_tile(
     tables, is_float32 = architecture(), dtype == torch.float32
     if rule == "probs":
         tile = PROBS_FLOAT32 if is_float32 else row(row(tables.probs, width), groups)
-    elif rule == "max":
+    elif rule in ("max", "head_max"):
         tile = MAX_FLOAT32 if is_float32 else row(tables.largest, width)
         if n > tile.depth > 0:
             tile = replace(tile, columns=2 * tile.columns, num_warps=2 * tile.num_warps)
@@ -496,10 +496,11 @@ def topk_tile(
         tile = row(tables.interpolated if interpolated else tables.logits, width)
     tile = replace(tile, num_stages=min(tile.num_stages, tables.max_stages))
     tile = override.get(f"ranking.{rule}", tile)
-    if rule == "probs":
+    if rule in ("probs", "head_max"):
         # a tile holds at least one token with all heads of its group
         tile = replace(tile, block_m=max(tile.block_m, next_power_of_2(groups)))
     if n > MAX_COLUMN_N or tile.columns == 0:
-        block_n = max(tile.block_n if rule == "max" else tile.merge_n, next_power_of_2(n))
+        merged = tile.merge_n if rule in ("logits", "probs") else tile.block_n
+        block_n = max(merged, next_power_of_2(n))
         return replace(tile, block_n=block_n, columns=0, depth=0, num_warps=8)
     return replace(tile, depth=min(tile.depth, n))

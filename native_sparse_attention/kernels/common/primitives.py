@@ -103,10 +103,14 @@ def candidates_end(position, C, LOCAL: tl.constexpr, d: tl.constexpr, s: tl.cons
 
 
 @triton.jit
-def two_halves(x):
-    """Rows [M, D] as float16 `high + low`, each row scaled by a power of two; also the factors [M]
-    that undo the scaling. The error is at most 2^-23 of a row's largest element."""
+def two_halves(x, ROWS: tl.constexpr = 1):
+    """Rows [M, D] as float16 `high + low`, each ROWS of them scaled by one power of two; also the
+    factors [M] that undo the scaling. The error is at most 2^-23 of the largest element of them."""
     bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
+    if ROWS > 1:
+        groups: tl.constexpr = x.shape[0] // ROWS
+        of_rows = tl.max(tl.reshape(bits, [groups, ROWS]), 1)
+        bits = tl.reshape(tl.broadcast_to(of_rows[:, None], [groups, ROWS]), [x.shape[0]])
     exponent = tl.minimum(tl.maximum(bits >> 23, 1), 253)
     x = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     high = x.to(tl.float16)

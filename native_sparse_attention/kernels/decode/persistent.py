@@ -148,6 +148,9 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
             x = soft_capped(x, call.cap)
         if F.SCORE_MODE == SCORES_SUM:
             score = tl.sum(tl.reshape(logits, [TOKENS, F.PADDED_G, F.BLOCK_N]), 1)
+            if F.BY_HEADS:
+                score = tl.where(valid[:, None], logits, topn.NO_SCORE)
+                score = tl.max(tl.reshape(score, [TOKENS, F.PADDED_G, F.BLOCK_N]), 1)
             token = tile * TOKENS + tl.arange(0, TOKENS)
             score_row, is_row = (b * call.T + token) * call.heads.K + h, token < call.T
         elif F.SCORE_MODE == SCORES_PER_HEAD:
@@ -564,8 +567,8 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
     s, d, local = config.selection_block_size, config.d, config.num_local_blocks
     (ranks, n), one_softmax = step.ranking_size(shape, config), shape.one_softmax
     is_ranked = n > 0 and shape.index_shape is None
-    # with importance="max" the largest score of a block is stored
-    per_block = s // d if config.importance == "max" and s > d else 0
+    # of keys that rank by themselves the largest score of a block is stored
+    per_block = s // d if config.ranks_by_largest and s > d else 0
     settings = step.settings_of(shape, config, per_block)
     probs, block_s, w = settings["PROBS"], settings["BLOCK_S"], settings["w"]
     score_mode, score_heads = SCORES_SUM, K
@@ -646,7 +649,8 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
         RANK_COMPARED=RANK_COMPARED, PADDED_TOPN=max(2, next_power_of_2(n)),
         SELECTED_BLOCKS=selected,
         TAIL_SIZE=shape.tail_size if config.selection_stride > 1 and is_ranked else 0,
-        SCORE_MODE=score_mode.value, BLOCK_WINDOWS=per_block, FUSE_LOCAL=fuse_local,
+        SCORE_MODE=score_mode.value, BY_HEADS=config.ranks_by_heads,
+        BLOCK_WINDOWS=per_block, FUSE_LOCAL=fuse_local,
         SEPARATE_WINDOW=shape.has_window, WARMUP=warmup, ONE_SOFTMAX=one_softmax,
         QUANTIZED=max(1, s // d) if is_ranked and config.ranking_bits == 8 else 0,
     )  # fmt: skip

@@ -251,7 +251,7 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan | None:
     settings = step.settings_of(shape, config)
     n, block_s, heads = settings["TOPN"], settings["BLOCK_S"], shape.H // K
     is_summed = n == 0 or (config.query_heads_share_selected_kv and not settings["PROBS"])
-    is_max = config.importance == "max" and s > config.d
+    is_max = config.ranks_by_heads or (config.ranks_by_largest and s > config.d)
     is_other = (
         shape.one_softmax
         or shape.has_window

@@ -31,8 +31,8 @@ PROGRAM_KEYS, ONE_WARP = 64, 512
 # of GROUP units, 0 in the first stage; tokens whose groups are kept for later steps
 Settings = namedtuple(
     "Settings",
-    "G RANKS_PER_KV D BLOCK_D BLOCK_M KEYS UNIT LARGEST PER_PAGE d s INITIAL LOCAL N KEPT GROUP "
-    "SIZE HAS_COUNTS",
+    "G RANKS_PER_KV D BLOCK_D BLOCK_M KEYS UNIT LARGEST BY_HEADS PER_PAGE d s INITIAL LOCAL N "
+    "KEPT GROUP SIZE HAS_COUNTS",
 )
 
 
@@ -52,7 +52,8 @@ def candidates_of(cache, line, T, RANKS, F: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "RANKS", "COLUMNS"])
 def nsa_decode_scores(q, k, cache, kept, scores, T, RANKS, COLUMNS, sign, F: tl.constexpr):
     """One program: scores of the units of KEYS keys, of those kept where some were, for a token and
-    ranking head: the largest product with a key, or their sum, both summed over the heads."""
+    ranking head: the largest product with a key, or their sum, summed over the heads; or the
+    largest of any of them."""
     line, part = tl.program_id(0), tl.program_id(1)
     b, t, r, position, end = candidates_of(cache, line, T, RANKS, F)
     if F.KEPT == 0:
@@ -73,7 +74,8 @@ def nsa_decode_scores(q, k, cache, kept, scores, T, RANKS, COLUMNS, sign, F: tl.
         is_key = n < end * F.UNIT
         offsets = cache_offsets(tl.where(is_key, n, 0), b, k.b, k.n, cache, F.PER_PAGE)
         k_tile = load_rows(k_ptr, offsets, F.D, F.BLOCK_D, is_key)
-        x = tl.sum(tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee"), 0) * sign
+        x = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * sign
+        x = tl.max(tl.where((g < F.G)[:, None], x, NO_SCORE), 0) if F.BY_HEADS else tl.sum(x, 0)
         x = tl.reshape(x, [UNITS, F.UNIT])
         x = tl.max(x, 1) if F.LARGEST else tl.sum(x, 1)
         unit = first_unit + tl.arange(0, UNITS)
@@ -132,8 +134,8 @@ def rank_units(
     keys_of_program = max(PROGRAM_KEYS, unit) if kept is None else max(unit, 16)
     F = Settings(
         H // ranks, ranks // K, D, launch.padded(D), launch.padded(H // ranks), keys_of_program,
-        unit, config.importance == "max", per_page, d, s, config.num_initial_blocks,
-        config.num_local_blocks, n,
+        unit, config.ranks_by_largest, config.ranks_by_heads, per_page, d, s,
+        config.num_initial_blocks, config.num_local_blocks, n,
         0 if kept is None else kept.shape[3], GROUP, ring.shape[2], call.counts is not None,
     )  # fmt: skip
     lines, cache = B * T * ranks, cache_arguments(call.lengths, call.counts, call.page_table)

@@ -1,5 +1,6 @@
 """Ranking by importance="max" for Hopper GPUs, in Gluon: products of mean queries with all keys of
-the blocks, the largest of each block, and a running top n, all on chip.
+the blocks, the largest of each block, and a running top n, all on chip. By "head_max" a leader has
+HEADS rows of a tile, one for each query head of its group, which take the largest of their scores.
 
 A persistent program ranks tiles of CONSUMERS x ROWS leaders. A producer warp copies tiles of KEYS
 keys into a ring, which two consumer warpgroups multiply by their queries. Keys lie in an order in
@@ -55,15 +56,16 @@ MAX_SLOTS, WIDTHS, BLOCK_KEYS = 16, (16, 32, 64, 128), (32, 64, 128)
 TILE = CONSUMERS.value * ROWS.value
 LENGTHS = ["first_token", "T", "C", "GROUPS", "TILES", "LINES", "RANKS"]
 
-# heads and their width; keys of a block, in STEPS tiles for a group; top n; tokens that share it;
-# groups that a leader keeps, a power of two, 0 for all
+# heads, rows of a leader, and their width; keys of a block, in STEPS tiles for a group; top n;
+# tokens that share it; groups that a leader keeps, a power of two, 0 for all
 Settings = namedtuple(
-    "Settings", "G RANKS_PER_KV D PER_BLOCK STEPS SLOTS INITIAL LOCAL d s STRIDE CAUSAL KEPT BITS"
+    "Settings",
+    "G HEADS RANKS_PER_KV D PER_BLOCK STEPS SLOTS INITIAL LOCAL d s STRIDE CAUSAL KEPT BITS",
 )
 Memory = namedtuple("Memory", "q q_bar k full")
 Problem = namedtuple("Problem", "starts first_token T C GROUPS TILES LINES RANKS kept")
 # groups that the leaders of a tile keep: how many, and their numbers [LINES TILES GROUPS] in order;
-# and the numbers of each leader [LINES TILES 128 KEPT + 1], followed by NO_GROUP
+# and the numbers of each row's leader [LINES TILES 128 KEPT + 1], followed by NO_GROUP
 Kept = namedtuple("Kept", "count of_tile of_leader")
 NO_GROUP = gl.constexpr(1 << 30)
 
@@ -108,37 +110,38 @@ def nsa_topk_key_tiles(ck, keys, sizes, W, K, C, GROUPS, sign, F: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_token", "T", "TILES", "RANKS"])
 def nsa_topk_mean_queries(q, queries, starts, first_token, T, TILES, RANKS, F: tl.constexpr):
-    """One program: queries of 128 leaders of one row and ranking head: the mean of its G heads but
-    for a positive factor, in float16 or as 8-bit integers."""
+    """One program: queries of a tile of leaders of one row and ranking head, but for a positive
+    factor: the mean of its G heads, or each of them, in float16 or as 8-bit integers."""
     tile, line = tl.program_id(0), tl.program_id(1)
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
     if starts is not None:
         first_token = tl.load(starts + b).to(tl.int32)
-    index = tile * 128 + tl.arange(0, 128)
-    _, token, ranked = steps.leaders(index, first_token, T, F.STRIDE)
+    row = tile * 128 + tl.arange(0, 128)
+    _, token, ranked = steps.leaders(row // F.HEADS, first_token, T, F.STRIDE)
     q_sum = tl.full([128, F.D], 0.0, tl.float32)
-    for g in range(F.G):
-        rows = b * q.b + token.to(tl.int64) * q.n + (r * F.G + g) * q.h
+    for g in range(F.G if F.HEADS == 1 else 1):
+        head = g + tl.minimum(row % F.HEADS, F.G - 1)  # padding is the last head again
+        rows = b * q.b + token.to(tl.int64) * q.n + (r * F.G + head) * q.h
         q_sum += steps.load_rows(q.ptr, rows, F.D, F.D, ranked).to(tl.float32)
     if F.BITS == 8:
         high, _ = steps.quantize(q_sum, 1)
     else:
-        high, _, _ = steps.two_halves(q_sum)
-    row = (line.to(tl.int64) * TILES * 128 + index)[:, None]
+        high, _, _ = steps.two_halves(q_sum, F.HEADS)
+    row = (line.to(tl.int64) * TILES * 128 + row)[:, None]
     tl.store(queries + row * F.D + tl.arange(0, F.D)[None], high.to(queries.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["first_token", "T", "GROUPS", "TILES", "RANKS"])
 def nsa_topk_unions(groups, kept, starts, first_token, T, GROUPS, TILES, RANKS, N, F: tl.constexpr,
                     BINS: tl.constexpr):  # fmt: skip
-    """One program: which of the groups [B T R N] 128 leaders of one row and ranking head keep, in
-    order, and those of each leader."""
+    """One program: which of the groups [B T R N] a tile of leaders of one row and ranking head
+    keep, in order, and those of each row's leader."""
     tile, line = tl.program_id(0), tl.program_id(1)
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
     if starts is not None:
         first_token = tl.load(starts + b).to(tl.int32)
     index = tile * 128 + tl.arange(0, 128)
-    _, token, ranked = steps.leaders(index, first_token, T, F.STRIDE)
+    _, token, ranked = steps.leaders(index // F.HEADS, first_token, T, F.STRIDE)
     i = tl.arange(0, F.KEPT)
     row = (b * T + token) * RANKS + r
     is_slot = ranked[:, None] & (i < N)[None]
@@ -175,7 +178,7 @@ def work_tile(nth, call, F: gl.constexpr):
     first = call.first_token
     if call.starts is not None:
         first = gl.load(call.starts + line // call.RANKS).to(gl.int32)
-    position = (first // F.STRIDE + (tile + 1) * (CONSUMERS * ROWS) - 1) * F.STRIDE
+    position = (first // F.STRIDE + (tile + 1) * (CONSUMERS * ROWS // F.HEADS) - 1) * F.STRIDE
     # leaders are tokens of the call
     position = gl.minimum(position, first + call.T - 1)
     end = gl.maximum(last_block(position, call.C, F), 0)
@@ -237,6 +240,14 @@ def largest_of_blocks(x):
 
 
 @gluon.jit
+def largest_of_heads(x, F: gl.constexpr):
+    """The largest of each leader's rows, in each of them [ROWS, BLOCKS]."""
+    of_heads = gl.reshape(x, [ROWS // F.HEADS, F.HEADS, BLOCKS])
+    largest, _ = gl.broadcast(gl.expand_dims(gl.max(of_heads, 1), 1), of_heads)
+    return gl.convert_layout(gl.reshape(largest, [ROWS, BLOCKS]), x.type.layout)
+
+
+@gluon.jit
 def write(scores, blocks, out, leader_indices, tile, line, first, call, CONSUMER: gl.constexpr,
           F: gl.constexpr):  # fmt: skip
     """Merge the columns of each row, best first, and write them for the tokens of its group. A
@@ -244,7 +255,7 @@ def write(scores, blocks, out, leader_indices, tile, line, first, call, CONSUMER
     ROW: gl.constexpr = gl.SliceLayout(1, scores[0].type.layout)
     i = gl.arange(0, ROWS, ROW)
     index = (tile * CONSUMERS + CONSUMER) * ROWS + i
-    token = (first // F.STRIDE + index) * F.STRIDE - first
+    token = (first // F.STRIDE + index // F.HEADS) * F.STRIDE - first
     b, r = line // call.RANKS, line % call.RANKS
     SLOTS: gl.constexpr = F.SLOTS
     for slot in gl.static_range(SLOTS):
@@ -261,7 +272,8 @@ def write(scores, blocks, out, leader_indices, tile, line, first, call, CONSUMER
         for j in range(F.STRIDE):
             t = token + j
             row = (b * call.T + t).to(gl.int64) * call.RANKS + r
-            gl.store(out + row * F.SLOTS + slot, value, mask=(t >= 0) & (t < call.T))
+            is_new = (t >= 0) & (t < call.T) & (index % F.HEADS == 0)
+            gl.store(out + row * F.SLOTS + slot, value, mask=is_new)
 
 
 @gluon.jit
@@ -282,7 +294,7 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
     for nth in range(gl.program_id(0), call.TILES * call.LINES, gl.num_programs(0)):
         tile, line, first, begin, end = work_tile(nth, call, F)
         index = (tile * CONSUMERS + CONSUMER) * ROWS + i
-        position = (first // F.STRIDE + index) * F.STRIDE
+        position = (first // F.STRIDE + index // F.HEADS) * F.STRIDE
         row_end = last_block(position, call.C, F)
         kv_line = line // call.RANKS * (call.RANKS // F.RANKS_PER_KV)
         kv_line += line % call.RANKS // F.RANKS_PER_KV
@@ -327,6 +339,8 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
                 own += is_own.to(gl.int32)
                 own_group = gl.load(own, mask=is_own, other=own_group)
                 is_candidate &= is_own[:, None]
+            if F.HEADS > 1:
+                best = largest_of_heads(best, F)
             score = gl.where(is_candidate, best.to(gl.float32) * size[None], float("-inf"))
             # a column as deep as the top n loses none of it
             columns, c = (scores, blocks, score), gl.broadcast(c[None], score)[0]
@@ -363,17 +377,19 @@ def nsa_topk_largest_sm90(
     )
 
 
-def is_supported(q: Tensor, config: Any, documents: Any) -> bool:
-    """Whether the kernel supports a ranking of q [B T H D], on a GPU that runs Gluon kernels, and
-    is faster. `launch.using({"largest_sm90": True})` ignores the number of tokens; False disables
-    the kernel."""
+def is_supported(q: Tensor, ranks: int, config: Any, documents: Any) -> bool:
+    """Whether the kernel supports a ranking of q [B T H D] by `ranks` heads, on a GPU that runs
+    Gluon kernels, and is faster. `launch.using({"largest_sm90": True})` ignores the number of
+    tokens; False disables the kernel."""
     s, d, forced = config.selection_block_size, config.d, launch.override.get("largest_sm90")
     # widths below 64 have not run on a GPU
     sizes = q.shape[-1] in WIDTHS and (forced or q.shape[-1] >= 64)
     # a product takes 16 features in float16, 32 integers
     sizes = sizes and q.shape[-1] >= 256 // config.ranking_bits
     sizes = sizes and q.dtype.itemsize == 2 and s % d == 0 and s // d in BLOCK_KEYS
-    is_ranked = config.importance == "max" and config.num_selected_blocks <= MAX_SLOTS
+    is_ranked = config.ranks_by_largest and config.num_selected_blocks <= MAX_SLOTS
+    if config.ranks_by_heads:  # rows of a leader lie in one warp
+        is_ranked &= q.shape[2] <= 16 * ranks
     fills = forced or q.shape[1] >= TILE * config.selection_stride
     return bool(forced is not False and is_ranked and sizes and documents is None and fills)
 
@@ -386,13 +402,15 @@ def select_blocks(
     (B, T, H, D), (W, K), ranks = q.shape, ck.shape[1:3], out.shape[2]
     s, d, stride = config.selection_block_size, config.d, config.selection_stride
     per_block, groups = s // d, cdiv(num_ranked, BLOCKS.value)
+    heads = launch.next_power_of_2(H // ranks) if config.ranks_by_heads else 1
     F = Settings(
-        H // ranks, ranks // K, D, per_block, per_block // 32, config.num_selected_blocks,
+        H // ranks, heads, ranks // K, D, per_block, per_block // 32, config.num_selected_blocks,
         config.num_initial_blocks, max(config.num_local_blocks, 1), d, s, stride, config.causal,
         0 if kept_groups is None else launch.next_power_of_2(kept_groups.shape[3]),
         config.ranking_bits,
     )  # fmt: skip
-    tiles, lines, scale = cdiv(cdiv(T + stride - 1, stride), TILE), B * ranks, config.scale_of(D)
+    tiles = cdiv(cdiv(T + stride - 1, stride), TILE // heads)
+    lines, scale = B * ranks, config.scale_of(D)
     dtype = torch.int8 if F.BITS == 8 else torch.float16
     keys = ck.new_empty(B * K * groups * F.STEPS * KEYS.value, D, dtype=dtype)
     sizes = ck.new_empty(B * K, groups * BLOCKS.value, dtype=torch.float32)

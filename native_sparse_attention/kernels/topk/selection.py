@@ -5,6 +5,7 @@ group gets the block indices of its leader. By `importance`, a block's score is
 
 * "logits": the product of the mean query of the heads that rank together with the block's mean key;
 * "max": the largest product of the mean query with a key of the block's windows;
+* "head_max": the largest product of any of these heads' queries with such a key;
 * "probs": the block's softmax mass: the probabilities of the windows that overlap the block, each
   times the number of tokens they share, summed over the heads that rank together.
 
@@ -36,9 +37,10 @@ from . import topn
 from .topn import NO_SCORE, first_window
 
 # compile-time settings of the kernels that rank. A block has PER_BLOCK keys (of probs: windows),
-# padded to a power of two; with LARGEST they are those of its windows. Of probs: HEADS pads G, a
-# window covers WINDOW tokens; of the others: keys of HALVES, ONE_HALF where mean queries are exact
-# in float16. Candidates lie in GROUPS groups of GROUP blocks of each query, if not 0
+# padded to a power of two; with LARGEST they are those of its windows. HEADS pads G where each has
+# scores of its own, or is 1. Of probs a window covers WINDOW tokens; of the others: keys of HALVES,
+# ONE_HALF where queries are exact in float16. Candidates lie in GROUPS groups of GROUP blocks of
+# each query, if not 0
 Settings = namedtuple(
     "Settings",
     "G RANKS_PER_KV D BLOCK_D BLOCK_M BLOCK_N COLUMNS DEPTH MERGE_N SLOTS SLOTS_2 PER_BLOCK d s "
@@ -151,10 +153,12 @@ def best_blocks(
     inputs, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, F: tl.constexpr
 ):
     """The ranking [M, SLOTS_2] of blocks low .. end - 1, and whether it must be repeated. A step
-    scores SLICE keys, of N, of each of CHUNK blocks. With PARTIAL, rows see windows before hi only,
-    also inside of candidates; causally they see all windows of candidates."""
+    scores SLICE keys, of N, of each of CHUNK blocks, for ROWS queries. With PARTIAL, rows see
+    windows before hi only, also inside of candidates; causally they see all windows of candidates.
+    """
     q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, hi, N, groups = inputs
     M: tl.constexpr = end.shape[0]
+    ROWS: tl.constexpr = M * F.HEADS
     WINDOWS: tl.constexpr = F.s // F.d if F.s > F.d else 1
     KEYS: tl.constexpr = WINDOWS if F.LARGEST else 1
     PARTIAL: tl.constexpr = F.LARGEST and F.DOCUMENTS and not F.CAUSAL
@@ -168,7 +172,7 @@ def best_blocks(
     CHUNK: tl.constexpr = BLOCK_N // SLICE
     STEPS: tl.constexpr = F.PER_BLOCK // SLICE
     running = topn.start(M, F.SLOTS_2, COLUMNS, DEPTH)
-    running_max = tl.full([M, CHUNK], NO_SCORE, tl.float32)
+    running_max = tl.full([ROWS, CHUNK], NO_SCORE, tl.float32)
     # the block of a chunk and the key of a slice that each column scores. A thread of an MMA holds
     # columns 2 i and 2 i + 1 of every 8: they are of one block
     column = tl.arange(0, BLOCK_N)
@@ -195,15 +199,20 @@ def best_blocks(
         if F.LARGEST:
             x += tl.where(is_key, 0.0, NO_SCORE)[None]
         if PARTIAL:
-            x = tl.where(n[None] < hi[:, None], x, NO_SCORE)
+            x = tl.reshape(x, [M, F.HEADS, BLOCK_N])
+            x = tl.where(n[None, None] < hi[:, None, None], x, NO_SCORE)
+            x = tl.reshape(x, [ROWS, BLOCK_N])
         score = x
-        if SLICE > 1:  # the largest of each block [M, CHUNK]
-            score = tl.reshape(x, [M, BLOCK_N // (4 * SLICE), SLICE // 2, 4, 2])
-            score = tl.reshape(tl.max(tl.max(score, 4), 2), [M, CHUNK])
+        if SLICE > 1:  # the largest of each block [ROWS, CHUNK]
+            score = tl.reshape(x, [ROWS, BLOCK_N // (4 * SLICE), SLICE // 2, 4, 2])
+            score = tl.reshape(tl.max(tl.max(score, 4), 2), [ROWS, CHUNK])
         if STEPS > 1:
             score = tl.maximum(score, tl.where(j0 == 0, NO_SCORE, running_max))
             running_max = score
         if j0 == F.PER_BLOCK - SLICE:
+            best = score
+            if F.HEADS > 1:
+                best = tl.max(tl.reshape(score, [M, F.HEADS, CHUNK]), 1)
             c = topn.permute_blocks(c0 + tl.arange(0, CHUNK), COLUMNS)
             candidate = (c[None] >= low[:, None]) & (c[None] < end[:, None])
             if F.GROUPS > 0:
@@ -211,7 +220,7 @@ def best_blocks(
                 for i in tl.static_range(GROUPS):
                     is_kept |= tl.load(groups + i)[:, None] == (c // F.GROUP)[None]
                 candidate &= is_kept
-            running = topn.fold(running, tl.where(candidate, score, NO_SCORE), c, COLUMNS)
+            running = topn.fold(running, tl.where(candidate, best, NO_SCORE), c, COLUMNS)
     return topn.finish(running, F.SLOTS, F.SLOTS_2, COLUMNS)
 
 
@@ -220,25 +229,29 @@ def nsa_topk_logits(
     q, keys, sizes, groups, out, leader_indices, starts, documents, first_token, T, C, W, RANKS,
     F: tl.constexpr,
 ):  # fmt: skip
-    """One program: the rankings of BLOCK_M groups of tokens of one row and ranking head, which is
-    the mean of G query heads. Reads the queries, with NUM_STAGES_Q heads in flight, and the keys of
-    their candidates. RANKS_PER_KV ranking heads share a KV head."""
+    """One program: the rankings of a tile of groups of tokens of one row and ranking head, which is
+    the mean of G query heads, or HEADS rows of BLOCK_M. Reads the queries, with NUM_STAGES_Q heads
+    in flight, and the keys of their candidates. RANKS_PER_KV ranking heads share a KV head."""
     tile, line, tiles, lines = steps.grid_position(F.FLIPPED)
     tile = tiles - 1 - tile  # tiles with most candidates first
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
     if starts is not None:
         first_token = tl.load(starts + b).to(tl.int32)
-    index = tile * F.BLOCK_M + tl.arange(0, F.BLOCK_M)
+    LEADERS: tl.constexpr = F.BLOCK_M // F.HEADS
+    index = tile * LEADERS + tl.arange(0, LEADERS)
     position, token, ranked = steps.leaders(index, first_token, T, F.STRIDE)
     low, end, _lo, hi = topn.candidate_ranges(position, token, ranked, documents, b, T, C, W, F)
 
     q_sum = tl.full([F.BLOCK_M, F.BLOCK_D], 0.0, tl.float32)
-    for g in tl.range(0, F.G, num_stages=F.NUM_STAGES_Q):
-        rows = b * q.b + token.to(tl.int64) * q.n + (r * F.G + g) * q.h
-        q_sum += steps.load_rows(q.ptr, rows, F.D, F.BLOCK_D, ranked).to(tl.float32)
+    row = tl.arange(0, F.BLOCK_M)
+    _, row_token, is_row = steps.leaders(tile * LEADERS + row // F.HEADS, first_token, T, F.STRIDE)
+    for g in tl.range(0, F.G if F.HEADS == 1 else 1, num_stages=F.NUM_STAGES_Q):
+        head = g + tl.minimum(row % F.HEADS, F.G - 1)  # padding is the last head again
+        rows = b * q.b + row_token.to(tl.int64) * q.n + (r * F.G + head) * q.h
+        q_sum += steps.load_rows(q.ptr, rows, F.D, F.BLOCK_D, is_row).to(tl.float32)
     if F.QUANTIZED:
         q_sum, _ = steps.quantize(q_sum, 1)
-    q_high, q_low, _ = steps.two_halves(q_sum)
+    q_high, q_low, _ = steps.two_halves(q_sum, F.HEADS)
 
     N = W if F.LARGEST else C
     first_row = (line // F.RANKS_PER_KV).to(tl.int64) * N
@@ -424,10 +437,10 @@ def plan(
     G, s, d, stride = H // ranks, config.selection_block_size, config.d, config.selection_stride
     importance, interpolated = config.importance, config.interpolated_importance_score
     tile = launch.topk_tile(importance, D, G, n, dtype, interpolated)
-    probs, is_max, block_d = importance == "probs", importance == "max", launch.padded(D)
+    probs, is_max, block_d = importance == "probs", config.ranks_by_largest, launch.padded(D)
     is_quantized = config.ranking_bits == 8
     halves = 1 if is_quantized or (is_max and dtype != torch.float32) else 2
-    rows = next_power_of_2(G) if probs else 1
+    rows = next_power_of_2(G) if probs or config.ranks_by_heads else 1
     grid, flipped = launch.grid(cdiv(cdiv(T + stride - 1, stride), tile.block_m // rows), B * ranks)
     settings = Settings(
         G, ranks // K, D, block_d, tile.block_m, tile.block_n, tile.columns, tile.depth,
@@ -435,7 +448,8 @@ def plan(
         1 if importance == "logits" else next_power_of_2(max(1, s // d)), d, s,
         config.num_initial_blocks, max(config.num_local_blocks, 1), stride, config.causal,
         has_documents, flipped, interpolated, HALVES=halves, LARGEST=is_max, HEADS=rows,
-        ONE_HALF=G == 1 and dtype != torch.float32, WINDOW=config.compress_block_size,
+        ONE_HALF=(G == 1 or config.ranks_by_heads) and dtype != torch.float32,
+        WINDOW=config.compress_block_size,
         # query heads that a tile loads at once
         NUM_STAGES_Q=4 if tile.block_m * block_d * dtype.itemsize <= 1 << 14 else 1,
         WARPS=tile.num_warps, WIDE=probs and launch.has_wide_offsets(ck),
@@ -480,7 +494,7 @@ def select_blocks(
     if launch.supports_gluon(q):
         from . import largest_sm90
 
-        if largest_sm90.is_supported(q, config, documents):
+        if largest_sm90.is_supported(q, ranks, config, documents):
             return largest_sm90.select_blocks(
                 q, ck, config, out, num_ranked, start, starts, leaders, groups
             )
@@ -502,7 +516,7 @@ def select_blocks(
     keys = ck.new_empty(*rows, F.HALVES, F.BLOCK_D, dtype=torch.float16)
     sizes = ck.new_empty(rows, dtype=torch.float32)
     launcher(nsa_topk_block_keys, conversion.grid)(
-        strided(ck), keys, sizes, None if config.importance == "max" else documents,
+        strided(ck), keys, sizes, None if config.ranks_by_largest else documents,
         first_token=start, T=q.shape[1], W=W, K=K, **conversion.args,
     )  # fmt: skip
     groups = out if groups is None else groups

@@ -143,6 +143,7 @@ CASES = {
         num_selected_blocks=40, num_initial_blocks=1, num_local_blocks=2
     ),
     "largest": dict(importance="max", num_selected_blocks=2, sinks=True),
+    "each head counts": dict(importance="head_max", T=3, heads=(6, 2, 16, 24)),
     "one softmax, pages, sinks": dict(ONE, page=16, sinks=True, soft_cap=2.0, T=1),
     "one softmax, tokens, pages": dict(ONE, **TOKENS, page=8, T=3, counts=(3, 1)),
     "one softmax, own rankings": dict(
@@ -165,6 +166,11 @@ CASES = {
         ONE, **STAGES, num_selected_groups=2, page=8, T=3, counts=(3, 1), sinks=True,
         lengths=(101, 70),
     ),
+    "two stages, each head counts": dict(
+        ONE, **STAGES | dict(importance="head_max"), num_selected_groups=2, T=3, lengths=(101, 70),
+        heads=(6, 2, 24, 16),
+    ),
+    "one softmax, each head counts": dict(ONE, **TOKENS | dict(importance="head_max"), page=8, T=3),
     "two stages, own rankings": dict(
         ONE, importance="logits", num_local_blocks=4, N=128, num_selected_groups=1, scale=-0.3,
         query_heads_share_selected_kv=False, num_initial_blocks=1, heads=(4, 2, 24, 16),

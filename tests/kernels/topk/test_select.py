@@ -87,6 +87,8 @@ LARGEST = [
     (128, sizes(4, 4, 128), dict(num_local_blocks=3, scale=-0.1)),
     (32, sizes(1, 1, 64), dict(num_selected_blocks=8)),
     (16, sizes(1, 1, 32), dict(num_selected_blocks=8, selection_stride=2)),
+    (128, sizes(1, 1, 64), dict(importance="head_max", num_selected_blocks=16)),
+    (64, sizes(1, 1, 32), dict(importance="head_max", selection_stride=4, scale=-0.1)),
 ]
 
 
@@ -117,10 +119,12 @@ def test_integers_of_8_bits(D, size, settings, dtype, form):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("D, size, settings", LARGEST)
 def test_largest_keys_of_a_hopper(D, size, settings, dtype):
-    """Of more tiles than multiprocessors, of queries after other tokens, and of few keys."""
+    """Of more tiles than multiprocessors, of queries after other tokens, of few keys, and of 3 and
+    16 heads that share a ranking."""
     d, causal = size["compress_block_sliding_stride"], settings.get("causal", True)
-    for T, S, B, H, K in ((1300, 1300, 3, 16, 8), (200, 1100, 2, 4, 2), (40, 104, 1, 2, 2)):
+    shapes = (1300, 1300, 3, 16, 8), (200, 1100, 2, 4, 2), (40, 104, 1, 2, 2)
+    for T, S, B, H, K in (*shapes, (140, 700, 1, 6, 2), (260, 700, 1, 16, 1)):
         T = T if causal else S
         q, ck, _ = draw(T, S, H, K, D, d=d, causal=causal, m=0, dtype=dtype, B=B)
         with launch.using({"largest_sm90": True}):
-            assert_right(q, ck, None, S, **dict(size, importance="max", **settings))
+            assert_right(q, ck, None, S, **dict(importance="max") | size | settings)
