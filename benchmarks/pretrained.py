@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,6 +88,7 @@ class Rule:
     per_head: bool = False
     stride: int = 1  # tokens that share a ranking
     groups: int = 0  # that a first stage keeps, of 4 blocks
+    bits: int = 16  # of the numbers that rank
 
     @property
     def keys(self) -> int | None:
@@ -122,8 +124,11 @@ def grid(sizes: Sequence[int] = SIZES, tokens: tuple[int, int, int] = TOKENS) ->
         rules += [Rule(name, *blocks, l, d) for name, l, d in forms]
         rules += [Rule(name, *blocks, l, d, True) for name, l, d in forms[1:3]]
         rules += [Rule("max", *blocks, 1, 1, stride=R) for R in (4, 16) if s % R == 0]
+        rules += [Rule("max", *blocks, 1, 1, bits=8)]
+        rules += [Rule(name, *blocks[:3], 2 * n, 1, 1) for name in ("max", "head_max")]
         if local % 4 == 0 and s >= 16:
-            rules += [Rule("max", *blocks, 16, 16, groups=n1) for n1 in (8, 16)]
+            staged = itertools.product(("max", "head_max"), (8, 16))
+            rules += [Rule(name, *blocks, 16, 16, groups=n1) for name, n1 in staged]
     return tuple(rules)
 
 
@@ -180,6 +185,7 @@ def settings_of(rule: Rule) -> Row:
         query_heads_share_selected_kv=not rule.per_head,
         selection_stride=rule.stride,
         num_selected_groups=rule.groups,
+        ranking_bits=rule.bits,
     )
 
 
@@ -355,6 +361,7 @@ def title(row: Row) -> str:
     name += ", per head" if row["per_head"] else ""
     name += f", one ranking for {row['stride']}" if row.get("stride", 1) > 1 else ""
     name += f", tokens of {row['groups']} groups" if row.get("groups") else ""
+    name += ", 8 bits" if row.get("bits") == 8 else ""
     return f"{name}; {row['initial']} + {row['local']} + {row['n']} of {row['s']}"
 
 
@@ -429,7 +436,7 @@ BENCHMARK = common.Benchmark(
     __doc__,
     options,
     run,
-    ("text", "T", "rule", "s", "l", "groups", "per_head"),
+    ("text", "T", "rule", "s", "n", "l", "groups", "per_head", "bits"),
     TABLES,
 )
 main = BENCHMARK.main

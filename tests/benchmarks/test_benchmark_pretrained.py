@@ -79,7 +79,7 @@ def test_rules_attend_to_what_they_choose(rule):
 
 
 def test_oracle_catches_most():
-    """Of far mass, at least what any rule catches that a KV group shares."""
+    """Of far mass, at least what any rule catches that a KV group shares, with as many blocks."""
     q, k, _ = draw()
     mass = pretrained.attention_mass(q, k, 0)
     shares = {}
@@ -87,9 +87,11 @@ def test_oracle_catches_most():
         far, held = pretrained.caught(rule, pretrained.choose(rule, q, k), mass, 0)
         assert far.shape == held.shape == (6,) and (held <= far * (1 + 1e-5)).all()
         shares[rule] = (held.sum() / far.sum()).item()
-    most = next(share for rule, share in shares.items() if rule.name == "oracle")
+    best = next(rule for rule in shares if rule.name == "oracle")
+    most = shares[best]
     assert min(shares.values()) > 0
-    assert all(share <= most + 1e-6 for rule, share in shares.items() if not rule.per_head)
+    alike = [rule for rule in shares if rule.n == best.n and not rule.per_head]
+    assert len(alike) > 5 and all(shares[rule] <= most + 1e-6 for rule in alike)
     assert most < 1
 
 

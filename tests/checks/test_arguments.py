@@ -271,7 +271,9 @@ REFUSED = {
         "compress_block_size must be at least": dict(compress_block_sliding_stride=16),
         "must divide one another, got 10 and 4": dict(selection_block_size=10),
         "selection_stride must divide selection_block_size=8": dict(selection_stride=3),
-        "importance must be one of 'logits', 'probs', 'max', 'head_max', 'index'": dict(importance="mean"),
+        "importance must be one of 'logits', 'probs', 'max', 'head_max', 'index'": dict(
+            importance="mean"
+        ),
         "use_triton_kernel=True asks for": dict(backend="flex", use_triton_kernel=True),
         "interpolated_importance_score=True goes with importance='logits', got 'probs'": dict(
             importance="probs", interpolated_importance_score=True
