@@ -134,6 +134,7 @@ class SparseAttention(Started):
         branches: Sequence[str] = BRANCHES,
         dense_length: int = 0,
         rank_rotated: bool = False,
+        ranking_heads: int | Sequence[int] | None = None,
         index_dim: int | None = None,
         index_heads: int = 1,
         index_pool: str = "max",
@@ -463,6 +464,8 @@ class SparseAttention(Started):
                 raw = {"k": index_k}
         elif ranks and config.rank_rotated:
             raw = {} if self.ranks_by_tokens() else {"k": k}
+            if config.ranking_heads is not None:
+                tensors["cq"] = ranking.heads_that_rank(rotated_q, config.ranking_heads, 1)
         elif ranks:
             tensors["cq"] = q
             raw = {"k": raw_k} if self.v_compress is None else {"k": raw_k, "v": raw_v}

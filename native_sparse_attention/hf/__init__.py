@@ -18,6 +18,7 @@ from .cache import SparseCache, StaticSparseCache
 from .configuration import NSAModelConfig
 from .convert import convert, load_converted
 from .distill import distill
+from .heads import choose_ranking_heads
 from .modeling import NSAForCausalLM, NSAModel, NSAPreTrainedModel, ranking_losses
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "NSAPreTrainedModel",
     "SparseCache",
     "StaticSparseCache",
+    "choose_ranking_heads",
     "convert",
     "distill",
     "load_converted",
