@@ -224,8 +224,8 @@ def places_of(model: Network, initial: int, local: int, s: int) -> list[list[int
     places: list[list[int]] = []
 
     def watch(q: Tensor, k: Tensor) -> None:
-        heads = (t.transpose(1, 2) for t in (q, k))
-        places.append(far_mass(*heads, None, initial * s, local, s).argmax(-1).tolist())
+        mass = far_mass(q.transpose(1, 2), k.transpose(1, 2), None, initial * s, local, s)
+        places.append(mass.argmax(-1).tolist())
 
     tokens = corpora(own_texts())[0].windows(model, CHOOSING_TOKENS, 1)
     with model.attending(None, watch), torch.no_grad():
