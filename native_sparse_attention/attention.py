@@ -270,6 +270,7 @@ class SparseAttention(Started):
         c = self.config
         window = f"window={c.sliding_window_size}, " if "window" in c.branches else ""
         groups = f"groups={c.num_selected_groups}, " if c.num_selected_groups else ""
+        groups += f"ranking_heads={c.ranking_heads}, " if c.ranking_heads is not None else ""
         return (
             f"heads={c.heads}, kv_heads={c.kv_heads}, dim_head={c.dim_head}, "
             f"branches={c.branches}, importance={c.importance!r}, dense_length={c.dense_length}, "
