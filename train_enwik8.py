@@ -66,7 +66,6 @@ SETTINGS: Table = {
     "num_local_blocks": (count, 1, 1, "last blocks that every query reads, its own included"),
     "importance": (("logits", "max", "probs"), "logits", "logits", "how blocks are ranked"),
     "selection_stride": (count, 1, 1, "R, neighbouring tokens that share a selection"),
-    "num_selected_groups": (whole, 0, 0, "groups of 4 blocks that a first stage keeps; 0: none"),
     "local_layers": (
         layer_indices,
         "auto",

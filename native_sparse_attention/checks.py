@@ -148,7 +148,7 @@ def check_layers(name: str, layers: Any, count: int) -> list[int]:
 
 
 def check_ranking_heads(places: Any, kv_heads: int, group: int) -> tuple[int, ...]:
-    """Of each KV head the place of a query head in its group, given as one for all or as a list."""
+    """For each KV head the number of a query head within its group; one number serves all."""
     alike = [places] * kv_heads if as_int(places) is not None else places
     found = [as_int(n) for n in alike] if isinstance(alike, Sequence) else []
     if len(found) != kv_heads or any(n is None or not 0 <= n < group for n in found):

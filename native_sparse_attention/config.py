@@ -71,14 +71,12 @@ NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
 # of layers, and of those that rank by an index
 LAYER_NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
     "ranking_heads": dict(
-        rank_rotated=(True,),
-        importance=IMPORTANCE_RULES,
-        num_selected_groups=(0,),
+        rank_rotated=(True,), importance=("max", "logits", "given"), num_selected_groups=(0,),
         query_heads_share_selected_kv=(True,),
     ),
     "rank_rotated": dict(branches=WITHOUT_COMPRESSED),
     "num_selected_groups": dict(rank_rotated=(True,), importance=BY_KEYS),
-}
+}  # fmt: skip
 INDEX_NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
     "importance": dict(
         branches=WITHOUT_COMPRESSED, use_diff_topk=(False,), ranking_bits=(16,),
@@ -374,9 +372,9 @@ class NSAConfig(AttentionConfig):
             keys only rank. Settings of branches left out have no effect.
         dense_length: queries at positions below it attend to all keys, with `("selected",)`; not
             causal: sequences of at most this length.
-        ranking_heads: of each KV head the place in its group of the query head that ranks blocks
-            for the group, from 0 to H / K - 1, or one place for all; by default the mean of their
-            queries does. With `rank_rotated`, and one stage.
+        ranking_heads: for each KV head, which query head of its group ranks the group's blocks, by
+            its number within the group, 0 to H / K - 1; one number serves all KV heads. By default
+            the mean query of the group ranks. With `rank_rotated`, "max" or "logits", one stage.
         index_dim: width of index queries, one for each KV head, and of index keys; `dim_head` by
             default. With `rank_rotated` an even part of what is rotated, or at least that.
         index_heads: heads of index keys: 1, or `kv_heads`.

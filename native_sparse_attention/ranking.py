@@ -38,8 +38,8 @@ WEIGHTS = ("output", "mass")
 
 
 def heads_that_rank(q: Tensor, places: Sequence[int], dim: int) -> Tensor:
-    """Of queries of H heads along `dim` those of one head for each KV head, by its place in the
-    group."""
+    """The queries of one head for each KV head, by its number within the group, of those of H heads
+    along `dim`."""
     group = q.shape[dim] // len(places)
     return torch.stack([q.select(dim, k * group + n) for k, n in enumerate(places)], dim)
 

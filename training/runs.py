@@ -58,11 +58,8 @@ SHAPE = ("dim", "depth", "heads", "kv_heads", "dim_head", "ff_expansion_factor")
 SPARSE = (
     *("sliding_window_size", "compress_block_size", "compress_block_sliding_stride"),
     *("selection_block_size", "num_selected_blocks", "num_initial_blocks", "num_local_blocks"),
-    *("importance", "selection_stride", "num_selected_groups", "backend"),
+    *("importance", "selection_stride", "backend"),
 )
-
-# settings that older runs do not have
-OLDER = {"local_layers": "none", "num_selected_groups": 0}
 
 
 @dataclass
@@ -159,12 +156,11 @@ def identity(config: Mapping[str, Any]) -> str:
 
 def model_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of Transformer from the settings of a run."""
-    settings = {**OLDER, **settings}
     sparse = settings["attention"] != "dense"
     sizes: dict[str, Any] = {name: settings[name] for name in SPARSE}
     if settings["attention"] == "one-softmax":
         sizes |= dict(branches=("selected",), rank_rotated=True)
-    local = settings["local_layers"]
+    local = settings.get("local_layers", "none")
     return {
         "num_tokens": 256,
         "use_sparse_attn": sparse,

@@ -13,7 +13,7 @@ from native_sparse_attention.presets import preset
 
 from .errors import UserError
 from .options import Table, option
-from .runs import CHANGEABLE, CONFIG, OLDER, locked, read_config, verify_config
+from .runs import CHANGEABLE, CONFIG, locked, read_config, verify_config
 
 # tokens of a sequence from which on one softmax is the attention of a new run, but for lengths at
 # which docs/training.md has short windows ahead; and from which on a third of its layers rank
@@ -71,7 +71,7 @@ def open_run(run: Path, given: Namespace, table: Table) -> tuple[Namespace, dict
     """
     path, config = run / CONFIG, read_config(run)
     verify_config(run, config)
-    saved = OLDER | config["settings"]
+    saved = {"local_layers": "none"} | dict(config["settings"])  # which older runs do not have
     if odd := sorted(saved.keys() ^ table.keys()):
         what = "has no setting" if odd[0] in table else "has an unknown setting"
         raise UserError(f"{path} {what} {odd[0]!r}")

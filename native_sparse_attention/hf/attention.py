@@ -234,8 +234,8 @@ def use_sparse_attention(
             initial and 8 local blocks of 64 tokens, ranked by their tokens, after dense_length=8192
             (docs/huggingface.md lists them all); share_ranking: indices of layers that rank for
             themselves and for the layers of full attention after them, up to the next of these; and
-            ranking_heads: of each layer and KV head the place in its group of the query head that
-            ranks, as `choose_ranking_heads` finds them. By default their mean query ranks.
+            ranking_heads: for each layer and KV head, which query head of the group ranks, as
+            `choose_ranking_heads` returns them. By default the mean query of the group ranks.
     """
     decoder = check_model(model)
     saved = dict(getattr(decoder.config, KEY, None) or {})
@@ -265,7 +265,7 @@ def use_sparse_attention(
 
 
 def check_places(places: Any, layer: NSAConfig, config: Any) -> list[list[int]]:
-    """Heads that rank, of each layer of a model and KV head."""
+    """The ranking heads of a model, for each layer and KV head."""
     depth, heads = config.num_hidden_layers, config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if not isinstance(places, Sequence) or len(places) != depth:

@@ -20,11 +20,11 @@ QUERIES, RUNS = 64, 8
 
 
 def choose_ranking_heads(model: Any, input_ids: Tensor) -> list[list[int]]:
-    """Of each layer and KV head the place in its group of the query head that looks farthest.
+    """Choose, for each layer and KV head, the query head of its group that looks farthest back.
 
-    That is the head with most attention on keys that are neither in the initial nor in the local
-    blocks, a mean over 512 queries of the second half of dense attention. Ranked by one such head a
-    trained model loses a small part of what it loses where the mean query of a group ranks:
+    That is the head with the most attention on keys outside the initial and the local blocks, over
+    512 queries from the second half of the text, with dense attention. A trained model loses much
+    less when this head ranks the blocks of its group than when the mean query of the group does:
     `use_sparse_attention(model, ranking_heads=choose_ranking_heads(model, input_ids))`.
 
     Args:
@@ -32,7 +32,9 @@ def choose_ranking_heads(model: Any, input_ids: Tensor) -> list[list[int]]:
         input_ids: some text [1, T] without padding; 8192 tokens are enough.
 
     Raises:
-        ValueError: input_ids of another shape, or no longer than initial and local blocks.
+        ValueError: input_ids of another shape, or too short to have keys outside these blocks.
+
+    Returns the number of that head within its group, for each layer and KV head.
     """
     decoder = check_model(model)
     settings = drop_in_settings(decoder.config)
@@ -53,7 +55,7 @@ def choose_ranking_heads(model: Any, input_ids: Tensor) -> list[list[int]]:
     decoder.set_attn_implementation(NAME)
     try:
         with torch.no_grad():
-            decoder(input_ids=input_ids, use_cache=False)
+            decoder.base_model(input_ids=input_ids, use_cache=False)
     finally:
         decoder.set_attn_implementation(before)
     return [far[i].argmax(-1).tolist() for i in range(decoder.config.num_hidden_layers)]

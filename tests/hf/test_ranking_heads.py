@@ -90,5 +90,6 @@ def test_a_layer(places):
         step, cache = layer(part, cache=cache, return_cache=True)
         parts.append(step)
     torch.testing.assert_close(torch.cat(parts, dim=1), out)
-    with pytest.raises(ValueError, match="ranking_heads=.* goes with rank_rotated=True"):
-        SparseAttention(**sizes | dict(rank_rotated=False), ranking_heads=1)
+    for name, value in dict(rank_rotated=False, importance="probs").items():
+        with pytest.raises(ValueError, match=f"ranking_heads=.* goes with {name}="):
+            SparseAttention(**sizes | {name: value}, ranking_heads=1)
