@@ -382,10 +382,8 @@ def is_supported(q: Tensor, ranks: int, config: Any, documents: Any) -> bool:
     Gluon kernels, and is faster. `launch.using({"largest_sm90": True})` ignores the number of
     tokens; False disables the kernel."""
     s, d, forced = config.selection_block_size, config.d, launch.override.get("largest_sm90")
-    # widths below 64 have not run on a GPU
-    sizes = q.shape[-1] in WIDTHS and (forced or q.shape[-1] >= 64)
     # a product takes 16 features in float16, 32 integers
-    sizes = sizes and q.shape[-1] >= 256 // config.ranking_bits
+    sizes = q.shape[-1] in WIDTHS and q.shape[-1] >= 256 // config.ranking_bits
     sizes = sizes and q.dtype.itemsize == 2 and s % d == 0 and s // d in BLOCK_KEYS
     is_ranked = config.ranks_by_largest and config.num_selected_blocks <= MAX_SLOTS
     if config.ranks_by_heads:  # rows of a leader lie in one warp
