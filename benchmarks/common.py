@@ -208,14 +208,15 @@ def both(passes: Mapping[str, Row], field: str) -> str:
     return " / ".join(cell or "-" for cell in cells) if any(cells) else ""
 
 
-Curves = Mapping[str, Mapping[float, float]]
+Curves = Mapping[str, Mapping[float, float | list[float]]]
 
 
 def chart(
     panels: Mapping[str, Curves], path: Path, x: str, y: str, columns: int = 2, is_log: bool = True
 ) -> None:
     """A panel for each title, a line for each label of all panels in a color of its own, and one
-    legend; x is logarithmic, and y unless it is not `is_log`."""
+    legend; x is logarithmic, and y unless it is not `is_log`. Of several values at a point the line
+    has the mean, and a bar the standard deviation."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -231,8 +232,11 @@ def chart(
     handles = {}
     for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
         for label, points in curves.items():
-            (handles[label],) = axis.plot(
-                *zip(*sorted(points.items()), strict=True), "o-", ms=4, color=colors[label]
+            at, values = zip(*sorted(points.items()), strict=True)
+            seeds = [value if isinstance(value, list) else [value] for value in values]
+            bars = [statistics.stdev(some) if len(some) > 1 else 0.0 for some in seeds]
+            handles[label] = axis.errorbar(
+                at, [*map(statistics.fmean, seeds)], bars, fmt="o-", ms=4, color=colors[label]
             )
         ticks = sorted({round(at) for points in curves.values() for at in points})
         axis.set_xscale("log", base=2)

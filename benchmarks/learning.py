@@ -255,7 +255,10 @@ def digits_found(model: Transformer, text: np.ndarray, contexts: int, cfg: Names
 
 DENSE = "dense"
 # at most four lines a panel
-DRAWN = ("dense", "paper's ranking, means", "1088 keys, blocks of 32", "MLP over windows of 8")
+DRAWN = (
+    "1088 keys, blocks of 32, any head", "1088 keys, blocks of 32",
+    "1088 keys, blocks of 32, layers 2 and 4 local", "MLP over windows of 8",
+)  # fmt: skip
 
 
 def bits(row: Row) -> float:
@@ -392,15 +395,25 @@ TABLES = {common.RESULTS / "training.md": {"learning": table_of_runs}}
 
 
 def plot(rows: Sequence[Row]) -> None:
-    """Bits per byte against the position, at each length, of the text of the last run."""
-    panels: dict[str, dict[str, dict[float, float]]] = {}
-    for T, variants in by_length(by_text(rows)[text_name(trained(rows)[-1])]).items():
-        curves = panels.setdefault(f"held-out text, T = {length(T)}", {})
-        for name in DRAWN:
-            for position in variants[name][0]["bits"]["positions"] if name in variants else ():
-                values = [run["bits"]["positions"][position] for run in variants[name]]
-                curves.setdefault(name, {})[int(position.partition("-")[2])] = fmean(values)
-    common.chart(panels, PLOT, "position", "bits per byte", is_log=False)
+    """Bits per byte minus those of dense attention with equal seeds, against the position: a panel
+    for each text and length."""
+    panels: dict[str, Any] = {}
+    for text, runs in by_text(rows).items():
+        for T, variants in by_length(runs).items():
+            dense = {run["seed"]: positions(run) for run in variants.get(DENSE, ())}
+            curves = panels[f"{text}, T = {length(T)}"] = dict[str, dict[float, list[float]]]()
+            for name in DRAWN:
+                for run in variants.get(name, ()):
+                    twin = dense.get(run["seed"], {})
+                    for at in twin:
+                        points = curves.setdefault(name, {}).setdefault(at, [])
+                        points.append(positions(run)[at] - twin[at])
+    common.chart(panels, PLOT, "position", "bits minus dense", columns=3, is_log=False)
+
+
+def positions(row: Row) -> dict[float, float]:
+    """Bits per byte by the end of a range of positions."""
+    return {int(name.partition("-")[2]): value for name, value in row["bits"]["positions"].items()}
 
 
 # the program

@@ -40,8 +40,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import native_sparse_attention as nsa
-from native_sparse_attention.hf.heads import far_mass
-from native_sparse_attention.ranking import heads_that_rank
 
 from . import common
 from .common import Row, WrongResult
@@ -68,8 +66,6 @@ MOST_APART = 1e-3
 # neighbouring queries of which the far mass is measured at one time, and how often in a text
 QUERIES, RUNS = 64, 4
 TOKENS_AT_ONCE = 8192
-# of the text on which heads are chosen
-CHOOSING_TOKENS = 8192
 RANKED = ("logits", "probs", "max", "head_max")
 NAMES = ("dense", "window", "oracle", *RANKED)
 
@@ -93,7 +89,6 @@ class Rule:
     stride: int = 1  # tokens that share a ranking
     groups: int = 0  # that a first stage keeps, of 4 blocks
     bits: int = 16  # of the numbers that rank
-    one_head: bool = False  # of each group ranks, as `choose_ranking_heads` finds it
 
     @property
     def keys(self) -> int | None:
@@ -129,9 +124,8 @@ def grid(sizes: Sequence[int] = SIZES, tokens: tuple[int, int, int] = TOKENS) ->
         rules += [Rule(name, *blocks, l, d) for name, l, d in forms]
         rules += [Rule(name, *blocks, l, d, True) for name, l, d in forms[1:3]]
         rules += [Rule("max", *blocks, 1, 1, stride=R) for R in (4, 16) if s % R == 0]
-        rules += [Rule("max", *blocks, 1, 1, bits=8), Rule("max", *blocks, 1, 1, one_head=True)]
+        rules += [Rule("max", *blocks, 1, 1, bits=8)]
         rules += [Rule(name, *blocks[:3], 2 * n, 1, 1) for name in ("max", "head_max")]
-        rules += [Rule("max", *blocks[:3], 2 * n, 1, 1, one_head=True)]
         if local % 4 == 0 and s >= 16:
             staged = itertools.product(("max", "head_max"), (8, 16))
             rules += [Rule(name, *blocks, 16, 16, groups=n1) for name, n1 in staged]
@@ -204,45 +198,18 @@ def choose(rule: Rule, q: Tensor, k: Tensor, offset: int = 0) -> Tensor:
     return nsa.select_blocks(q, ck, q_offset=offset, **tokens, **settings_of(rule))
 
 
-def attend(rule: Rule, q: Tensor, k: Tensor, v: Tensor, cq: Tensor | None = None) -> Tensor:
+def attend(rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention [B T H D] of all tokens of a sequence under a rule other than `dense`."""
     if rule.name in RANKED:
         ck = k if rule.l == 1 else pooled(k, rule.l, rule.d)
-        one = dict(branches=("selected",), sliding_window_size=0)
-        return nsa.native_sparse_attention(q, k, v, ck, cq=cq, **one, **settings_of(rule))
+        return nsa.native_sparse_attention(
+            q, k, v, ck, branches=("selected",), sliding_window_size=0, **settings_of(rule)
+        )
     indices = q.new_empty((*q.shape[:2], k.shape[2], 0), dtype=torch.int32)
     if rule.name == "oracle":
         indices = choose(rule, q, k)
     forced = dict(num_initial_blocks=rule.initial, num_local_blocks=rule.local)
     return nsa.selected_attention(q, k, v, indices, selection_block_size=rule.s, **forced)
-
-
-@functools.cache
-def places_of(model: Network, initial: int, local: int, s: int) -> list[list[int]]:
-    """Of each layer and KV head the query head of its group with most far mass, on modules of
-    Python."""
-    places: list[list[int]] = []
-
-    def watch(q: Tensor, k: Tensor) -> None:
-        mass = far_mass(q.transpose(1, 2), k.transpose(1, 2), None, initial * s, local, s)
-        places.append(mass.argmax(-1).tolist())
-
-    tokens = corpora(own_texts())[0].windows(model, CHOOSING_TOKENS, 1)
-    with model.attending(None, watch), torch.no_grad():
-        model.hidden(tokens)
-    return places
-
-
-class OneHead:
-    """`attend`, ranked by one head of each group: of each layer in turn."""
-
-    def __init__(self, rule: Rule, places: list[list[int]]) -> None:
-        self.rule, self.places, self.calls = rule, places, 0
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        places = self.places[self.calls % len(self.places)]
-        self.calls += 1
-        return attend(self.rule, q, k, v, heads_that_rank(q, places, 2))
 
 
 def caught(rule: Rule, indices: Tensor, mass: Tensor, offset: int) -> tuple[Tensor, Tensor]:
@@ -277,16 +244,14 @@ def in_passes(texts: Tensor) -> tuple[Tensor, ...]:
     return texts.split(max(1, TOKENS_AT_ONCE // texts.shape[1]))
 
 
-def of_rule(model: Network, rule: Rule) -> Attend | None:
+def of_rule(rule: Rule) -> Attend | None:
     """What a network attends by; None for its own attention."""
-    if rule.one_head:
-        return OneHead(rule, places_of(model, rule.initial, rule.local, rule.s))
     return None if rule == DENSE else functools.partial(attend, rule)
 
 
 def losses(model: Network, rule: Rule, texts: Tensor) -> Tensor:
     """Of each text's tokens of the second half."""
-    with model.attending(of_rule(model, rule)):
+    with model.attending(of_rule(rule)):
         return torch.cat([model.losses(some) for some in in_passes(texts)]).cpu()
 
 
@@ -313,7 +278,7 @@ def needle_row(model: Network, rule: Rule, texts: Tensor, needles: int) -> Row:
         prompts = torch.stack(
             [needle(model, texts[i % len(texts)], depth, seed=i) for i in range(needles)]
         )
-        with model.attending(of_rule(model, rule)):
+        with model.attending(of_rule(rule)):
             passes = in_passes(prompts)
             counts = torch.cat([model.completed(some, ANSWER) for some in passes])
         found.append(int((counts == ANSWER).sum()))
@@ -362,7 +327,8 @@ def measure(model: Network, corpus: Corpus, T: int, plan: Plan) -> list[Row]:
     for s in dict.fromkeys(rule.s for rule in plan.rules if rule.s):
         checked = functools.partial(check, model, s, texts, of_dense)
         apart[s] = common.attempt(checked, model.device)
-    rules = [r for r in plan.rules if r.n and not r.one_head and "failed" not in apart[r.s]]
+    # two stages rank from the first query of a group on, what is watched begins anywhere
+    rules = [r for r in plan.rules if r.n and not r.groups and "failed" not in apart[r.s]]
     mass = FarMass(rules)
     with model.attending(None, mass), torch.no_grad():
         for text in texts[: plan.watched].split(1):
@@ -397,7 +363,6 @@ def title(row: Row) -> str:
     name += f", one ranking for {row['stride']}" if row.get("stride", 1) > 1 else ""
     name += f", tokens of {row['groups']} groups" if row.get("groups") else ""
     name += ", 8 bits" if row.get("bits") == 8 else ""
-    name += ", one head" if row.get("one_head") else ""
     return f"{name}; {row['initial']} + {row['local']} + {row['n']} of {row['s']}"
 
 
@@ -472,7 +437,7 @@ BENCHMARK = common.Benchmark(
     __doc__,
     options,
     run,
-    ("text", "T", "rule", "s", "n", "l", "groups", "per_head", "bits", "one_head"),
+    ("text", "T", "rule", "s", "n", "l", "groups", "per_head", "bits"),
     TABLES,
 )
 main = BENCHMARK.main

@@ -64,7 +64,6 @@ INDEX: Settings = dict(importance="index", ranking_queries=64)
 # what costs less than a score of every token, head group and layer
 RANKINGS: dict[str, Settings] = {
     "any head": dict(importance="head_max"),
-    "first head": dict(ranking_heads=0),
     "R = 4": dict(selection_stride=4),
     "R = 16": dict(selection_stride=16),
     "two stages": dict(

@@ -134,7 +134,6 @@ class SparseAttention(Started):
         branches: Sequence[str] = BRANCHES,
         dense_length: int = 0,
         rank_rotated: bool = False,
-        ranking_heads: int | Sequence[int] | None = None,
         index_dim: int | None = None,
         index_heads: int = 1,
         index_pool: str = "max",
@@ -270,7 +269,6 @@ class SparseAttention(Started):
         c = self.config
         window = f"window={c.sliding_window_size}, " if "window" in c.branches else ""
         groups = f"groups={c.num_selected_groups}, " if c.num_selected_groups else ""
-        groups += f"ranking_heads={c.ranking_heads}, " if c.ranking_heads is not None else ""
         return (
             f"heads={c.heads}, kv_heads={c.kv_heads}, dim_head={c.dim_head}, "
             f"branches={c.branches}, importance={c.importance!r}, dense_length={c.dense_length}, "
@@ -465,8 +463,6 @@ class SparseAttention(Started):
                 raw = {"k": index_k}
         elif ranks and config.rank_rotated:
             raw = {} if self.ranks_by_tokens() else {"k": k}
-            if config.ranking_heads is not None:
-                tensors["cq"] = ranking.heads_that_rank(rotated_q, config.ranking_heads, 1)
         elif ranks:
             tensors["cq"] = q
             raw = {"k": raw_k} if self.v_compress is None else {"k": raw_k, "v": raw_v}

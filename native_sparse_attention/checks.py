@@ -147,16 +147,6 @@ def check_layers(name: str, layers: Any, count: int) -> list[int]:
     return sorted({check_int(name, index, -count, count) % count for index in layers})
 
 
-def check_ranking_heads(places: Any, kv_heads: int, group: int) -> tuple[int, ...]:
-    """For each KV head the number of a query head within its group; one number serves all."""
-    alike = [places] * kv_heads if as_int(places) is not None else places
-    found = [as_int(n) for n in alike] if isinstance(alike, Sequence) else []
-    if len(found) != kv_heads or any(n is None or not 0 <= n < group for n in found):
-        expected = f"a number from 0 to {group - 1}, or one for each of {kv_heads} KV heads"
-        raise refusal("ranking_heads", expected, places)
-    return tuple(found)
-
-
 def check_share_ranking(layers: Any, selecting: Sequence[int], count: int) -> dict[int, int]:
     """Of the `selecting` ones of `count` layers those that give block indices to others or take
     them, each with the one that ranks, of `layers`. None: each ranks for itself."""

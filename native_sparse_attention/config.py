@@ -28,7 +28,6 @@ from .checks import (
     check_int,
     check_number,
     check_positive,
-    check_ranking_heads,
     check_scale,
     refusal,
 )
@@ -70,13 +69,9 @@ NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
 }  # fmt: skip
 # of layers, and of those that rank by an index
 LAYER_NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "ranking_heads": dict(
-        rank_rotated=(True,), importance=("max", "logits", "given"), num_selected_groups=(0,),
-        query_heads_share_selected_kv=(True,),
-    ),
     "rank_rotated": dict(branches=WITHOUT_COMPRESSED),
     "num_selected_groups": dict(rank_rotated=(True,), importance=BY_KEYS),
-}  # fmt: skip
+}
 INDEX_NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
     "importance": dict(
         branches=WITHOUT_COMPRESSED, use_diff_topk=(False,), ranking_bits=(16,),
@@ -372,9 +367,6 @@ class NSAConfig(AttentionConfig):
             keys only rank. Settings of branches left out have no effect.
         dense_length: queries at positions below it attend to all keys, with `("selected",)`; not
             causal: sequences of at most this length.
-        ranking_heads: for each KV head, which query head of its group ranks the group's blocks, by
-            its number within the group, 0 to H / K - 1; one number serves all KV heads. By default
-            the mean query of the group ranks. With `rank_rotated`, "max" or "logits", one stage.
         index_dim: width of index queries, one for each KV head, and of index keys; `dim_head` by
             default. With `rank_rotated` an even part of what is rotated, or at least that.
         index_heads: heads of index keys: 1, or `kv_heads`.
@@ -412,7 +404,6 @@ class NSAConfig(AttentionConfig):
     qk_norm_eps: float = 1e-6
     branch_kv: str = "shared"
     rank_rotated: bool = False
-    ranking_heads: tuple[int, ...] | None = None
     index_dim: int = None  # type: ignore[assignment]
     index_heads: int = 1
     index_pool: str = "max"
@@ -495,9 +486,6 @@ class NSAConfig(AttentionConfig):
         flags = "norm", "attention_sinks", "rank_rotated", "qkv_bias", "out_bias", "qk_norm"
         self.keep_checked(check_bool, *flags)
         check_groups(self.heads, self.kv_heads)
-        if self.ranking_heads is not None:
-            group = self.heads // self.kv_heads
-            self.keep(ranking_heads=check_ranking_heads(self.ranking_heads, self.kv_heads, group))
         if self.index_heads not in (1, self.kv_heads):
             raise refusal("index_heads", f"1 or kv_heads={self.kv_heads}", self.index_heads)
         self.check_needed(LAYER_NEEDED)

@@ -371,17 +371,11 @@ NETWORKS = (
 )  # fmt: skip
 
 
-def split_config(config: NSAConfig, mesh: DeviceMesh) -> NSAConfig:
+def split_config(config: NSAConfig, size: int) -> NSAConfig:
     """The settings of a rank's heads."""
-    size, rank = mesh.size(), mesh.get_local_rank()
     index_heads = max(1, config.index_heads // size)
     heads, kv_heads = config.heads // size, config.kv_heads // size
-    ranking = config.ranking_heads
-    if ranking is not None:
-        ranking = ranking[rank * kv_heads : (rank + 1) * kv_heads]
-    return replace(
-        config, heads=heads, kv_heads=kv_heads, index_heads=index_heads, ranking_heads=ranking
-    )
+    return replace(config, heads=heads, kv_heads=kv_heads, index_heads=index_heads)
 
 
 class TensorParallelAttention(SparseAttention):
@@ -410,7 +404,7 @@ class TensorParallelAttention(SparseAttention):
         refuse("tensor", refused)
         (local,), mesh = self.local, self.mesh
         if self.whole is not self.config:
-            self.whole, local.config = self.config, split_config(self.config, mesh)
+            self.whole, local.config = self.config, split_config(self.config, mesh.size())
         for name in ("_dense", "context", "identity"):
             if getattr(local, name) is not getattr(self, name):
                 setattr(local, name, getattr(self, name))
@@ -470,7 +464,7 @@ def split_heads(layer: SparseAttention, mesh: DeviceMesh) -> None:
         expected = "an nn.Linear under tensor parallelism"
         raise refusal("strategy_combine_mlp", expected, got=type(gate[0]).__name__)
     local = deepcopy(layer).to("meta")
-    local.config = split_config(config, mesh)
+    local.config = split_config(config, size)
     local.qkv_split = tuple(width // size for width in layer.qkv_split)
     if gate is not None:
         split: Any = Rearrange("b n (h s) -> b n h s", h=local.config.heads, s=len(config.branches))

@@ -10,7 +10,6 @@ t  tokens    c  blocks      s  tokens of a block         d, e  widths
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,13 +34,6 @@ from .varlen import Documents, Layout
 
 # what a block is worth: the norm of what it adds to the output, or its attention mass
 WEIGHTS = ("output", "mass")
-
-
-def heads_that_rank(q: Tensor, places: Sequence[int], dim: int) -> Tensor:
-    """The queries of one head for each KV head, by its number within the group, of those of H heads
-    along `dim`."""
-    group = q.shape[dim] // len(places)
-    return torch.stack([q.select(dim, k * group + n) for k, n in enumerate(places)], dim)
 
 
 def check_ranking(queries: Any, weights: Any, generator: Any, cache: Any) -> None:

@@ -169,7 +169,7 @@ GIVEN = [
 # settings of NSAConfig that no count depends on
 WITHOUT_COST = {
     "backend", "block_sizes", "index_pool", "interpolated_importance_score", "qk_norm_eps",
-    "ranking_bits", "recompute", "scale", "ranking_heads", "soft_cap",
+    "ranking_bits", "recompute", "scale", "soft_cap",
 }  # fmt: skip
 GRID = [
     (settings | dict(causal=causal), T, mean)

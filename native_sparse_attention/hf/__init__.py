@@ -18,7 +18,6 @@ from .cache import SparseCache, StaticSparseCache
 from .configuration import NSAModelConfig
 from .convert import convert, load_converted
 from .distill import distill
-from .heads import choose_ranking_heads
 from .modeling import NSAForCausalLM, NSAModel, NSAPreTrainedModel, ranking_losses
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "NSAPreTrainedModel",
     "SparseCache",
     "StaticSparseCache",
-    "choose_ranking_heads",
     "convert",
     "distill",
     "load_converted",

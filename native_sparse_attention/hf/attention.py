@@ -7,8 +7,7 @@ L  keys that are written, of S               l, d  tokens of a window, and from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,13 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ..attention import SparseAttention
 from ..blocks import GROUP
-from ..checks import (
-    IMPORTANCE_RULES,
-    check_choice,
-    check_ranking_heads,
-    check_share_ranking,
-    refusal,
-)
+from ..checks import IMPORTANCE_RULES, check_choice, check_share_ranking, refusal
 from ..compat import sdpa
 from ..compress import windows_of
 from ..config import GIVEN, AttentionConfig, NSAConfig
@@ -33,7 +26,6 @@ from ..ops import branches, decode, dispatch, reference
 from ..ops.call import Call
 from ..ops.reference import Visibility
 from ..ops.triton.backend import why_not
-from ..ranking import heads_that_rank
 from ..varlen import Move
 from .cache import kept_means, rankings_of
 from .configuration import DEFAULTS, FIXED, KEY, NAME, REPLACED, drop_in_settings, layer_config
@@ -95,8 +87,7 @@ def attention(
     elif isinstance(L, int) and S > L:  # a static cache is longer than its sequences
         k, v, S = k[:, :L], v[:, :L], L
     settings = drop_in_settings(module.config)
-    kept = getattr(module.config, KEY, None) or {}
-    ranking_layers, ranking_heads = kept.get("share_ranking"), kept.get("ranking_heads")
+    ranking_layers = (getattr(module.config, KEY, None) or {}).get("share_ranking")
     if block_indices is not None:
         ranking_layers, R = None, block_indices.shape[1]
         num_heads = (k if k.shape[2] % R == 0 else q).shape[2]
@@ -146,12 +137,6 @@ def attention(
     if source is not None and not is_source:
         config, block_indices = config.but(**GIVEN), mask.shared_indices(source, q.device)
     ranks = config.ranks and not is_dense
-    cq = None
-    if ranks and ranking_heads is not None:
-        places = ranking_heads[module.layer_idx]
-        if len(places) != k.shape[2]:
-            raise refusal("ranking_heads", f"None where a rank has {k.shape[2]} KV heads", places)
-        cq = heads_that_rank(q, places, 2)
     leads, ranking = False, cast(Any, None)
     if ranks and stride > 1:
         leads = isinstance(num_earlier, Tensor) or num_earlier > dense_length
@@ -171,9 +156,8 @@ def attention(
         ck = means[:, :, : k.shape[1] // d].transpose(1, 2).to(k.dtype)
     sinks = None if sinks is None else sinks[None]
     call = Call(
-        q, k, v, ck, cq=cq, q_offset=starts, documents=documents, sinks=sinks,
-        block_indices=block_indices,
-    )  # fmt: skip
+        q, k, v, ck, q_offset=starts, documents=documents, sinks=sinks, block_indices=block_indices
+    )
     has_kernels = backend == "triton" or (backend == "auto" and q.is_cuda)
     is_step = has_kernels and not (is_window or is_dense or is_whole)
     op = "sliding_window_attention" if is_window else "native_sparse_attention"
@@ -232,10 +216,8 @@ def use_sparse_attention(
             `model.config.nsa_config` keeps, as after `save_pretrained` and `from_pretrained`.
         settings: single settings, which replace those of `config` and the defaults: 16 ranked, 1
             initial and 8 local blocks of 64 tokens, ranked by their tokens, after dense_length=8192
-            (docs/huggingface.md lists them all); share_ranking: indices of layers that rank for
-            themselves and for the layers of full attention after them, up to the next of these; and
-            ranking_heads: for each layer and KV head, which query head of the group ranks, as
-            `choose_ranking_heads` returns them. By default the mean query of the group ranks.
+            (docs/huggingface.md lists them all); and share_ranking: indices of layers that rank for
+            themselves and for the layers of full attention after them, up to the next of these.
     """
     decoder = check_model(model)
     saved = dict(getattr(decoder.config, KEY, None) or {})
@@ -243,7 +225,7 @@ def use_sparse_attention(
     user = saved if config is None and not settings else config
     if isinstance(user, Mapping):
         settings, user = {**user, **settings}, None
-    shared, places = settings.pop("share_ranking", None), settings.pop("ranking_heads", None)
+    shared = settings.pop("share_ranking", None)
     layer = layer_config(user, settings, DEFAULTS, FIXED)
     check_choice("importance", layer.importance, IMPORTANCE_RULES)
     if shared is not None:
@@ -254,26 +236,11 @@ def use_sparse_attention(
         shared = sorted(i % depth for i in shared)
     if decoder.config._attn_implementation != NAME:
         replaced = decoder.config._attn_implementation
-    if places is not None:
-        places = check_places(places, layer, decoder.config)
     kept = layer.values_of(*DEFAULTS) | {REPLACED: replaced, "share_ranking": shared}
-    kept["ranking_heads"] = places
     setattr(decoder.config, KEY, kept)
     decoder.config.attn_implementation = NAME  # of its file
     decoder.set_attn_implementation(NAME)
     return model
-
-
-def check_places(places: Any, layer: NSAConfig, config: Any) -> list[list[int]]:
-    """The ranking heads of a model, for each layer and KV head."""
-    depth, heads = config.num_hidden_layers, config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if not isinstance(places, Sequence) or len(places) != depth:
-        raise refusal("ranking_heads", f"a list for each of {depth} layers", places)
-    found = [[*check_ranking_heads(some, kv_heads, heads // kv_heads)] for some in places]
-    sizes = dict(dim=1, dim_head=1, heads=heads, kv_heads=kv_heads)
-    replace(layer, **sizes, ranking_heads=tuple(found[0]))  # goes with the other settings
-    return found
 
 
 def use_dense_attention(model: Model) -> Model:

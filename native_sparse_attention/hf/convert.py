@@ -22,14 +22,7 @@ from ..initialization import assign, gate_linear
 from ..presets import preset
 from . import configuration
 from .attention import Model, check_model, use_sparse_attention
-from .configuration import (
-    CONVERTED_KEY,
-    KEY,
-    NAME,
-    NSAModelConfig,
-    drop_in_settings,
-    layer_config,
-)
+from .configuration import CONVERTED_KEY, NAME, NSAModelConfig, drop_in_settings, layer_config
 from .modeling import NSAAttention
 
 # modules that `convert` can read; those with `qkv_proj` have one projection of q, k and v, those
@@ -78,8 +71,6 @@ def convert(
         settings, config = {**config, **settings}, None
     # logits of open gates; sigmoid(12) = 1 - 6e-6
     bias = check_factor("gate_bias", settings.pop("gate_bias", 12.0))
-    if places := (getattr(decoder.config, KEY, None) or {}).get("ranking_heads"):
-        raise refusal("ranking_heads", "None in a model to convert", places)
     share_ranking = settings.pop("share_ranking", None)
     base, kinds = decoder.base_model, getattr(decoder.config, "layer_types", None)
     layers: list[tuple[int, Any]] = [

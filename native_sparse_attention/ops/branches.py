@@ -90,8 +90,7 @@ def rank_in_place_of_leader(call: Call, config: AttentionConfig, backend: str) -
     """What later tokens of its group may take from the first query [B 1 R n], which ranks as if at
     the leader's position: for calls over keys of earlier tokens whose rankings nobody kept."""
     leader = blocks.leader(call.q_offset, config.leader_stride)
-    queries = {n: t[:, :1] for n in ("q", "cq") if (t := getattr(call, n)) is not None}
-    first = call.but(**queries, q_offset=leader)
+    first = call.but(q=call.q[:, :1], q_offset=leader)
     is_staged = config.num_selected_groups > 0
     indices = None if is_staged else rank(first, config, backend)[0]
     return rankings_to_share(first, config, backend, indices)

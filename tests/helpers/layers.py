@@ -43,8 +43,6 @@ SETTINGS = {
     "caps and sinks": dict(soft_cap=2.0, attention_sinks=True),
     "one softmax": dict(branches=("selected",), num_initial_blocks=1, num_local_blocks=2),
     "one softmax, tokens": dict(TOKENS, importance="max"),
-    "one softmax, one head ranks": dict(TOKENS, importance="max", ranking_heads=1),
-    "one softmax, any head": dict(TOKENS, importance="head_max", selection_stride=2),
     "one softmax, shared rankings": dict(
         branches=("selected",), selection_stride=4, dense_length=12, importance="max"
     ),

@@ -57,7 +57,6 @@ DROP_INS = {
     "drop-in, windows": drop_in("Gemma3", **WINDOWS),
     "drop-in, logits": drop_in("Llama", **WINDOWS, importance="logits"),
     "drop-in, probs": drop_in("Llama", **WINDOWS, importance="probs"),
-    "drop-in, one head": drop_in("Llama", **SPARSE, ranking_heads=[[1, 0], [0, 1]]),
     "drop-in, shared": drop_in("Llama", **SPARSE | dict(dense_length=25), share_ranking=[0]),
 }
 LAYERS = {

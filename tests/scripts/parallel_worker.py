@@ -41,7 +41,6 @@ ONE_SOFTMAX = SIZES | dict(
 )  # fmt: skip
 MEANS = SIZES | dict(branches=("selected",), selection_stride=1)
 PAPER = SIZES | dict(importance="probs", branch_kv="independent", use_diff_topk=True)
-ONE_HEAD = ONE_SOFTMAX | dict(ranking_heads=[1, 0, 0, 1])
 INDEX = ONE_SOFTMAX | dict(importance="index", index_dim=6, rank_rotated=False)
 SHORT = SIZES | dict(num_local_blocks=2)
 EXTRAS = dict(qkv_bias=True, out_bias=True, qk_norm=True, attention_sinks=True)
@@ -327,7 +326,7 @@ if __name__ == "__main__":
         check({"cp": 2}, SHORT, dict(local_layers=[0]), packed)
         for network in (GroupedMLP(8, 8, 4), ConvLinearCompress(4, 8, 8), AttentionPool(8, 8)):
             check({"tp": 2}, SHORT, dict(compress_mlp=network))
-        for settings in (ONE_HEAD, MEANS, PAPER):
+        for settings in (ONE_SOFTMAX, MEANS, PAPER):
             check_decoding(settings)
         check_decoding(INDEX, batch=2, max_length=128, page_size=16, num_pages=20)
         check_own_model()
@@ -341,7 +340,7 @@ if __name__ == "__main__":
         check(dict(cp=2, tp=2), PAPER, dict(depth=1), packed)
         # DTensor of torch 2.8 does not compile with dynamic shapes
         compiled = dict(compile=dict(backend="eager", dynamic=False))
-        check(dict(cp=2, tp=2), ONE_HEAD, dict(depth=1), **compiled)
+        check(dict(cp=2, tp=2), ONE_SOFTMAX, dict(depth=1), **compiled)
     check_layers(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))["cp"])
     print("shards equal whole sequences", flush=True)
     dist.barrier()
