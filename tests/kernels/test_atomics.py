@@ -12,9 +12,6 @@ MENTION = re.compile(r"atomic_|\b(atom|red)\.")
 
 ARRIVALS = "counts programs: all that reads the integer is whether, or which, program was the last"
 PERMITTED = {
-    ("common/key_norms.py",
-     "tl.atomic_max(norms + line, longest.to(tl.int32, bitcast=True), sem='relaxed')"):
-        "a maximum, of integers that are bits of floats from 0 on, which lie in their order",
     ("decode/step.py", "tl.atomic_add(counter, 1, sem='acq_rel')"): ARRIVALS,
     ("decode/persistent.py", "tl.atomic_add(counter, 0, sem='relaxed')"): "reads such a count",
     ("decode/step.py", "tl.atomic_add(counter, 0, sem='acquire')"): "reads such a count",

@@ -316,7 +316,7 @@ def flash(capability):
         layer(FP16, WIDE, sliding_window_size=129)
         for heads in (4, 16):  # local blocks and a prefix of initial ones
             selected(BF16, (heads, 1, 128, 128), sizes=(32, 64), num_local=2)
-        # at width 64, and in fp16 without row bounds: one loop per work tile
+        # at width 64
         for dtype, heads in itertools.product((BF16, FP16), ((4, 1, 64, 64), (16, 1, 64, 64))):
             layer(dtype, heads, memory=0, selection_block_size=64, sliding_window_size=129)
             layer(dtype, heads, selection_block_size=64, sliding_window_size=64)

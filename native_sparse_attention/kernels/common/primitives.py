@@ -13,9 +13,6 @@ BEHIND = tl.constexpr(2)  # keys that end at or before i; one ends every `stride
 EVERYTHING = tl.constexpr(3)
 LOCAL_BLOCKS = tl.constexpr(4)  # i's block of `stride` tokens, up to i, and `reach` before it
 
-# largest row bound (units of log2) that is subtracted in place of the row maximum
-LARGEST_BOUND = tl.constexpr(48.0)
-
 # a tensor as one kernel argument: its pointer, and the strides of sequences or pages, of positions
 # and of heads. Triton binds a named tuple in less time than flat arguments
 Strided = namedtuple("Strided", "ptr b n h")

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..common import launch
 from ..common import primitives as steps
-from ..common.key_norms import key_norms
 from ..common.launch import BackwardInputs, KVRange, Plan, cdiv, layout, strided
 from ..common.precompile import launcher
 from ..common.reduce import Partials
@@ -428,8 +427,8 @@ class Inputs(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def plan(
-    kernel: str, call: Inputs, _tuning: Any, sinks: bool = False, bounded: bool = False,
-    gated: bool = False, add: bool = False,
+    kernel: str, call: Inputs, _tuning: Any, sinks: bool = False, gated: bool = False,
+    add: bool = False,
 ) -> Plan:  # fmt: skip
     """The launch of `kernel` "forward", "dq" or "dkv", or of the Hopper kernel that is faster. The
     last axis of the grid of "dkv" has the splits of the queries."""
@@ -440,7 +439,7 @@ def plan(
         from . import flash_sm90
 
         if not sinks and flash_sm90.is_supported(kernel, call):
-            return flash_sm90.plan(kernel, call, bounded, gated, add)
+            return flash_sm90.plan(kernel, call, gated, add)
     tile = launch.flash_tile(
         "prefix.dkv" if few else kernel, kv_range.wide, max(D, E), groups, dtype, N
     )
@@ -479,7 +478,6 @@ def run(kernel: str, launch_plan: Plan, inputs: Inputs, **args: Any) -> None:
         return
     F, (q, k, v, kv_range) = launch_plan.args["F"], inputs[:4]
     keys, values = (launch.keys_argument(t, F.BLOCK_N, F.TMA) for t in (k, v))
-    args.pop("norms", None)  # of the Hopper kernel
     if "P" in launch_plan.args:
         args["pk"], args["pv"] = (strided(t) for t in inputs.prefix or (q, q))
     launcher(KERNELS[kernel], launch_plan.grid)(
@@ -490,19 +488,17 @@ def run(kernel: str, launch_plan: Plan, inputs: Inputs, **args: Any) -> None:
 
 
 def forward(
-    inputs: Inputs, sinks: Tensor | None = None, inner_sinks: Tensor | None = None,
-    norms: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    inputs: Inputs, sinks: Tensor | None = None, inner_sinks: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """out [B T H E] and natural lse [B T H]; with an `inner` range also those of its attention.
-    `sinks` and `inner_sinks` [H] are float32, both or none; `norms` are those of keys, if known."""
-    q, k, v = inputs[:3]
-    norms = key_norms(q, k) if norms is None else norms
+    `sinks` and `inner_sinks` [H] are float32, both or none."""
+    q, _, v = inputs[:3]
     has_sinks, results = sinks is not None or inner_sinks is not None, launch.empty_outputs(q, v)
-    launch_plan = plan("forward", inputs.facts(), launch.tuning(), has_sinks, norms is not None)
+    launch_plan = plan("forward", inputs.facts(), launch.tuning(), has_sinks)
     if inputs.inner is not None:
         results += launch.empty_outputs(q, v)
     run(
-        "forward", launch_plan, inputs, outputs=Outputs(*results), norms=norms, sinks=sinks,
+        "forward", launch_plan, inputs, outputs=Outputs(*results), sinks=sinks,
         inner_sinks=inner_sinks, scale_log2=inputs.scale * launch.LOG2_E,
     )  # fmt: skip
     return results

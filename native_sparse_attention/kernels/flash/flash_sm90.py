@@ -36,7 +36,7 @@ from ..common import gluon_sm90 as hopper
 from ..common import launch
 from ..common.launch import Plan, cdiv
 from ..common.precompile import launcher
-from ..common.primitives import BEHIND, CAUSAL_WINDOW, LARGEST_BOUND, LOCAL_BLOCKS
+from ..common.primitives import BEHIND, CAUSAL_WINDOW, LOCAL_BLOCKS
 
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a consumer
@@ -72,11 +72,11 @@ Blocks = namedtuple("Blocks", "local num_local begin num_outer num_initial")
 TileRows = namedtuple(
     "TileRows", "tile b h blocks token first last position row real lo hi all_lo all_hi"
 )
-# lse [B T H] of the local blocks as well, and norms [B K] of the keys
-ForwardRows = namedtuple("ForwardRows", "lse inner_lse norms")
+# lse [B T H], of the local blocks as well
+ForwardRows = namedtuple("ForwardRows", "lse inner_lse")
 # compile-time settings of the three kernels
 Settings = namedtuple(
-    "Settings", "K G D STAGES KIND STRIDE INNER INNER_STRIDE PREFIX BOUNDED GATED ADD REGISTERS"
+    "Settings", "K G D STAGES KIND STRIDE INNER INNER_STRIDE PREFIX GATED ADD REGISTERS"
 )
 
 # one compiled kernel for all lengths
@@ -257,8 +257,7 @@ def produce(boxes, call, memory, F: gl.constexpr, BACKWARD: gl.constexpr):
 
 @gluon.jit
 def process_blocks(
-    memory, q, turn, acc, m, l, first, count, lo, hi, all_lo, all_hi, scale_log2,
-    BY_BOUND: gl.constexpr,
+    memory, q, turn, acc, m, l, first, count, lo, hi, all_lo, all_hi, scale_log2
 ):  # fmt: skip
     """Fold `count` blocks into a running softmax; see `primitives.scaled_step`."""
     STAGES: gl.constexpr = memory.k.shape[0]
@@ -275,16 +274,12 @@ def process_blocks(
         if (n0 < all_lo) | (n0 + KEYS > all_hi):
             n = n0 + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))
             s = gl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
-        if BY_BOUND:
-            p = gl.exp2(s * scale_log2 - m[:, None])
-        else:
-            m_old = m
-            m = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            origin = gl.where(m == float("-inf"), 0.0, m)
-            p, alpha = gl.exp2(s * scale_log2 - origin[:, None]), gl.exp2(m_old - origin)
-            l = l * alpha
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
-        l += gl.sum(p, 1)
+        m_old = m
+        m = gl.maximum(m, gl.max(s, 1) * scale_log2)
+        origin = gl.where(m == float("-inf"), 0.0, m)
+        p, alpha = gl.exp2(s * scale_log2 - origin[:, None]), gl.exp2(m_old - origin)
+        l = l * alpha + gl.sum(p, 1)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
         v_tile = memory.v.index(slot).reshape([KEYS, D])
         left = gl.convert_layout(p.to(memory.k.dtype), left_operand(ACC))
         acc = warpgroup_mma(left, v_tile, acc, is_async=True)
@@ -292,18 +287,6 @@ def process_blocks(
         hopper.named_barrier("arrive", slot, THREADS)
         turn += 1
     return turn, acc, m, l
-
-
-@gluon.jit
-def measured_from(q, key_norm, scale_log2, keys, real, m):
-    """The row bounds, if all are small and each row sees at least 16 keys, else m; and whether the
-    bounds are used. See `key_norms.py`."""
-    x = q.to(gl.float32)
-    bound = gl.convert_layout(gl.sqrt(gl.sum(x * x, 1)), m.type.layout)
-    bound = bound * (key_norm * gl.abs(scale_log2))
-    most = gl.max(gl.where((keys < 16) & real, float("inf"), bound), 0)
-    is_bounded = most <= LARGEST_BOUND
-    return gl.where(is_bounded, bound, m), is_bounded
 
 
 @gluon.jit
@@ -332,81 +315,52 @@ def write(out, lse, smem, acc, m, l, corner, row, real):
 
 @gluon.jit
 def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
-    """One consumer warpgroup. Of two code paths, with and without row bounds, one has no blocks."""
+    """One consumer warpgroup."""
     D: gl.constexpr = F.D
     ACC: gl.constexpr = accumulator(D)
     i, scale_log2, floor = gl.arange(0, ROWS, ROW), call.scale, call.inner_floor
     turn = 0
-    if F.BOUNDED:
-        _, b, h = tile_position(0, call, F.K)
-        key_norm = gl.load(rows.norms + b * F.K + h)
     for iteration in range(0, num_work_tiles(call.tiles * call.B * F.K)):
         x = consumer_rows(iteration, i, call, CONSUMER, F)
         blocks, position = x.blocks, x.position
         lo, hi, all_lo, all_hi = x.lo, x.hi, x.all_lo, x.all_hi
-        keys = hi - lo
-        if F.PREFIX:
-            prefix_hi, prefix_all_hi = prefix_range(position, x.first, call.P, F.KIND)
-            if F.KIND == LOCAL_BLOCKS:
-                keys = gl.maximum(keys, 0) + prefix_hi
-        if F.INNER:
-            local_lo = gl.maximum(local_start(position, call), lo)
-            keys = gl.maximum(hi - local_lo, 0) + gl.minimum(position + 1, floor)
-
         mbarrier.wait(memory.q_bar.index(0), iteration & 1)
         q = memory.q.index(CONSUMER).reshape([ROWS, D]).load(QUERY)
-        m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-        is_bounded = False
-        if F.BOUNDED:
-            m, is_bounded = measured_from(q, key_norm, scale_log2, keys, x.real, m)
         fence_async_shared()  # TMA may overwrite q after this load
         hopper.named_barrier("arrive", QUERIES, THREADS)
-        if F.BOUNDED:  # prefetch for the next work tile
-            _, next_b, next_h = tile_position(iteration + 1, call, F.K)
-            key_norm = gl.load(rows.norms + next_b * F.K + next_h)
 
+        m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         l = gl.zeros([ROWS], gl.float32, ROW)
         acc = gl.zeros([ROWS, D], gl.float32, ACC)
         corner = [x.b, x.token, x.h * F.G, 0]
         smem = memory.out.index(CONSUMER)
-        for path in gl.static_range(0 if F.BOUNDED else 1, 2):
-            active = is_bounded == (path == 0)
-            num_outer = gl.where(active, blocks.num_outer, 0)
-            num_initial = gl.where(active, blocks.num_initial, 0)
-            outer_hi, outer_all_hi = hi, all_hi
-            if F.INNER:
-                turn, acc, m, l = process_blocks(
-                    memory, q, turn, acc, m, l, blocks.local, gl.where(active, blocks.num_local, 0),
-                    local_lo, gl.where(local_lo < hi, hi, 0), local_start(x.last, call), all_hi,
-                    scale_log2, path == 0,
-                )  # fmt: skip
-                inner_acc, inner_m, inner_l = acc, m, l
-                outer_hi = gl.minimum(hi, local_lo)
-                outer_all_hi = gl.minimum(all_hi, local_start(x.first, call))
+        outer_hi, outer_all_hi = hi, all_hi
+        if F.INNER:
+            local_lo = gl.maximum(local_start(position, call), lo)
             turn, acc, m, l = process_blocks(
-                memory, q, turn, acc, m, l, blocks.begin, num_outer, lo, outer_hi, all_lo,
-                outer_all_hi, scale_log2, path == 0,
+                memory, q, turn, acc, m, l, blocks.local, blocks.num_local, local_lo,
+                gl.where(local_lo < hi, hi, 0), local_start(x.last, call), all_hi, scale_log2,
             )  # fmt: skip
-            if F.INNER:
-                if active:
-                    write(out, rows.lse, smem, acc, m, l, corner, x.row, x.real)
-                turn, inner_acc, inner_m, inner_l = process_blocks(
-                    memory, q, turn, inner_acc, inner_m, inner_l, 0, num_initial, lo * 0,
-                    gl.minimum(position + 1, floor), 0, gl.minimum(x.first + 1, floor), scale_log2,
-                    path == 0,
-                )  # fmt: skip
-                if active:
-                    write(
-                        inner_out, rows.inner_lse, smem, inner_acc, inner_m, inner_l, corner, x.row,
-                        x.real,
-                    )  # fmt: skip
-            if F.PREFIX:  # the bounds do not cover learned memory
-                turn, acc, m, l = process_blocks(
-                    memory, q, turn, acc, m, l, 0, num_initial, lo * 0, prefix_hi, 0,
-                    prefix_all_hi, scale_log2, path == 0 and F.KIND == LOCAL_BLOCKS,
-                )  # fmt: skip
-        if not F.INNER:
-            write(out, rows.lse, smem, acc, m, l, corner, x.row, x.real)
+            inner_acc, inner_m, inner_l = acc, m, l
+            outer_hi = gl.minimum(hi, local_lo)
+            outer_all_hi = gl.minimum(all_hi, local_start(x.first, call))
+        turn, acc, m, l = process_blocks(
+            memory, q, turn, acc, m, l, blocks.begin, blocks.num_outer, lo, outer_hi, all_lo,
+            outer_all_hi, scale_log2,
+        )  # fmt: skip
+        if F.PREFIX:
+            prefix_hi, prefix_all_hi = prefix_range(position, x.first, call.P, F.KIND)
+            turn, acc, m, l = process_blocks(
+                memory, q, turn, acc, m, l, 0, blocks.num_initial, lo * 0, prefix_hi, 0,
+                prefix_all_hi, scale_log2,
+            )  # fmt: skip
+        write(out, rows.lse, smem, acc, m, l, corner, x.row, x.real)
+        if F.INNER:
+            turn, acc, m, l = process_blocks(
+                memory, q, turn, inner_acc, inner_m, inner_l, 0, blocks.num_initial, lo * 0,
+                gl.minimum(position + 1, floor), 0, gl.minimum(x.first + 1, floor), scale_log2,
+            )  # fmt: skip
+            write(inner_out, rows.inner_lse, smem, acc, m, l, corner, x.row, x.real)
         keep(q, smem, call)
     tma.store_wait(0)
 
@@ -833,15 +787,15 @@ def is_supported(kernel: str, call: Any) -> bool:
     return bool(enough and call.scale > 0 and launch.supports_tma(*layouts))
 
 
-def plan(kernel: str, call: Any, bounded: bool, gated: bool, add: bool) -> Plan:
+def plan(kernel: str, call: Any, gated: bool, add: bool) -> Plan:
     (B, T), (N, K), kv_range, inner = call.q.shape[:2], call.k.shape[1:3], call.kv_range, call.inner
     options, registers = dict(num_warps=4), REGISTERS
     if kernel == "forward" and inner is None:
         options["maxnreg"], registers = AVERAGE_REGISTERS, FEWER_REGISTERS
     settings = Settings(
         K, call.groups, call.q.shape[-1], STAGES[kernel], kv_range.kind, kv_range.stride,
-        inner is not None, 1 if inner is None else inner.stride, call.prefix is not None, bounded,
-        gated, add, registers,
+        inner is not None, 1 if inner is None else inner.stride, call.prefix is not None, gated,
+        add, registers,
     )  # fmt: skip
     if kernel == "dkv":
         blocks, most = cdiv(N, 2 * KEYS.value), kv_range.reach + 2 * KEYS.value
@@ -871,8 +825,7 @@ def run(kernel: str, launch_plan: Plan, inputs: Any, **args: Any) -> None:
     if kernel == "forward":
         out, lse, inner_out, inner_lse = args["outputs"]
         queries |= dict(out=out, inner_out=out if inner_out is None else inner_out)
-        rows = ForwardRows(lse, inner_lse, args["norms"])
-        args = dict(rows=rows, scale_log2=args["scale_log2"])
+        args = dict(rows=ForwardRows(lse, inner_lse), scale_log2=args["scale_log2"])
     else:
         queries["d_out"] = args["rows"].d_out
     if kernel == "dq":

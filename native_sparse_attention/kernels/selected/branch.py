@@ -158,11 +158,11 @@ def plan_forward(inputs: Inputs) -> Plan | None:
 
 def forward(
     inputs: Inputs, partial: tuple[Tensor, Tensor] | None, sinks: Tensor | None,
-    combined: Combine | None, norms: Tensor | None, plan: Plan | None,
+    combined: Combine | None, plan: Plan | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B T H E] and natural lse [B T H]. `partial` holds out and lse of the forced blocks and
     sinks, if known; the forward accumulates into them. With `combined` also writes the layer's
-    output. `norms` are those of keys. The plan has run."""
+    output. The plan has run."""
     q, plan, has_topn = inputs.q, plan or Plan(), inputs.facts.F.n > 0
     forced = forced_blocks(inputs) if partial is None else None
     if forced is not None:
@@ -180,7 +180,7 @@ def forward(
     elif plan.csr is not None:
         key_major.forward(inputs, plan.csr, plan.gluon, outputs, flags)
     elif plan.gluon is not None:
-        plan.gluon.forward(inputs, plan.unions, norms, outputs, flags)
+        plan.gluon.forward(inputs, plan.unions, outputs, flags)
     else:
         query_major.forward(inputs, plan.unions, outputs, flags)
     return out, lse

@@ -39,7 +39,7 @@ CALL = "K R G n SLOTS s stride D E BLOCK_D BLOCK_E RAGGED DIAGONAL ENDS CAP GATE
 # what plans choose, each for its kernels
 CHOICES = (
     "BLOCK_M BLOCK_N WHOLE ADD COMBINE GATED DQ HEADS KEY_TILES WIDE BLOCK_S TOKENS MEMBERS UNION "
-    "TMA BOUNDED FLIPPED GROUP BY_ROW PAIR_ROWS PAIRS"
+    "TMA FLIPPED GROUP BY_ROW PAIR_ROWS PAIRS"
 )
 defaults = [0] * len(CHOICES.split())
 Settings: Any = namedtuple("Settings", CALL + CHOICES, defaults=defaults)  # type: ignore[misc]

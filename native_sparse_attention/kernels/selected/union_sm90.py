@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from collections import namedtuple
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2
 
 from ..common import gluon_sm90 as hopper
 from ..common import launch
-from ..common import primitives as steps
 from ..common.precompile import launcher
 from . import query_major
 from .inputs import Args, Inputs
@@ -128,22 +126,18 @@ def produce(q, k, v, unions, ring, F: gl.constexpr):
 
 
 @gluon.jit
-def fold(q, k_tile, v_tile, acc, m, l, scale_log2, BY_BOUND: gl.constexpr):
+def fold(q, k_tile, v_tile, acc, m, l, scale_log2):
     """`primitives.scaled_step` of a block of keys and values, SLICE keys at a time."""
     MMA: gl.constexpr = acc.type.layout
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     for i in gl.static_range(k_tile.shape[0] // SLICE):
         keys = k_tile.slice(i * SLICE, SLICE, 0).permute((1, 0)).load(RIGHT)
         x = mma_v2(q, keys, gl.zeros([q.shape[0], SLICE], gl.float32, MMA))
-        if BY_BOUND:
-            p = gl.exp2(x * scale_log2 - m[:, None])
-        else:
-            m_old = m
-            m = gl.maximum(m, gl.max(x, 1) * scale_log2)
-            origin = gl.where(m == float("-inf"), 0.0, m)
-            p, alpha = gl.exp2(x * scale_log2 - origin[:, None]), gl.exp2(m_old - origin)
-            acc, l = acc * alpha[:, None], l * alpha
-        l += gl.sum(p, 1)
+        m_old = m
+        m = gl.maximum(m, gl.max(x, 1) * scale_log2)
+        origin = gl.where(m == float("-inf"), 0.0, m)
+        p, alpha = gl.exp2(x * scale_log2 - origin[:, None]), gl.exp2(m_old - origin)
+        acc, l = acc * alpha[:, None], l * alpha + gl.sum(p, 1)
         values = v_tile.slice(i * SLICE, SLICE, 0).load(RIGHT)
         acc = mma_v2(gl.convert_layout(p.to(q.dtype), q.type.layout), values, acc)
     return acc, m, l
@@ -151,7 +145,7 @@ def fold(q, k_tile, v_tile, acc, m, l, scale_log2, BY_BOUND: gl.constexpr):
 
 @gluon.jit
 def consume(
-    queries, norms, unions, out, lse, combine, T, scale_log2, ring, CONSUMER: gl.constexpr,
+    queries, unions, out, lse, combine, T, scale_log2, ring, CONSUMER: gl.constexpr,
     F: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup: attention of its members to their blocks."""
@@ -166,51 +160,36 @@ def consume(
     member = CONSUMER * WARPS + warp_number() % WARPS
     turn = 0
     for nth in range(gl.program_id(0), unions.tiles, gl.num_programs(0)):
-        tile, b, r, h, group = tile_coords(nth, unions, F)
+        tile, b, r, _h, group = tile_coords(nth, unions, F)
         n = gl.load(unions.counts + tile)
         offset = unions.blocks + tile.to(gl.int64) * unions.limit
         e = gl.load(offset)  # unused without blocks
-        if F.BOUNDED:
-            longest_key = gl.load(norms + b * F.K + h)
         stage = turn % CHUNKS
         mbarrier.wait(ring.full.index(stage), (turn // CHUNKS) & 1)
         q_tile = rows_smem(queries, ring, stage * CHUNK, CONSUMER).reshape([M, D])
         q = q_tile.load(gl.DotOperandLayout(0, MMA, 2))
-        m = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
-        is_bounded = False
-        if F.BOUNDED:
-            x = q_tile.load(MMA).to(gl.float32)
-            bound = gl.sqrt(gl.sum(x * x, 1)) * longest_key
-            bound = bound * gl.abs(scale_log2)
-            is_bounded = gl.max(bound, 0) <= steps.LARGEST_BOUND
-            m = gl.where(is_bounded, bound, m)
         fence_async_shared()  # order the loads before the next TMA write
         for number in gl.static_range(CHUNK):
             hopper.named_barrier("arrive", stage * CHUNK + number, THREADS)
         turn += 1
 
         acc = gl.zeros([M, E], gl.float32, MMA)
+        m = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
         l = gl.zeros([M], gl.float32, gl.SliceLayout(1, MMA))
-        # subtracts the row bound, or else the running maximum
-        for way in gl.static_range(0 if F.BOUNDED else 1, 2):
-            count = n
-            if F.BOUNDED:
-                count = gl.where(is_bounded == (way == 0), n, 0)
-            for j in range(0, count, CHUNK):
-                stage = turn % CHUNKS
-                mbarrier.wait(ring.full.index(stage), (turn // CHUNKS) & 1)
-                for i in range(CHUNK):
-                    chosen = ((e >> 32).to(gl.int32) >> member) & 1
-                    e = gl.load(offset + j + i + 1, mask=j + i + 1 < n, other=0)
-                    slot = stage * CHUNK + i
-                    if chosen != 0:
-                        acc, m, l = fold(
-                            q, ring.k.index(slot).reshape([BLOCK_N, D]),
-                            ring.v.index(slot).reshape([BLOCK_N, E]), acc, m, l, scale_log2,
-                            way == 0,
-                        )  # fmt: skip
-                    hopper.named_barrier("arrive", slot, THREADS)
-                turn += 1
+        for j in range(0, n, CHUNK):
+            stage = turn % CHUNKS
+            mbarrier.wait(ring.full.index(stage), (turn // CHUNKS) & 1)
+            for i in range(CHUNK):
+                chosen = ((e >> 32).to(gl.int32) >> member) & 1
+                e = gl.load(offset + j + i + 1, mask=j + i + 1 < n, other=0)
+                slot = stage * CHUNK + i
+                if chosen != 0:
+                    acc, m, l = fold(
+                        q, ring.k.index(slot).reshape([BLOCK_N, D]),
+                        ring.v.index(slot).reshape([BLOCK_N, E]), acc, m, l, scale_log2,
+                    )  # fmt: skip
+                hopper.named_barrier("arrive", slot, THREADS)
+            turn += 1
         token = (group * CONSUMERS + CONSUMER) * TOKENS
         hopper.finish(
             acc, m, l, out, lse, combine, b, r, token, T, F.R, F.G, GROUP, WARPS, F.ADD,
@@ -220,7 +199,7 @@ def consume(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def nsa_selected_fwd_union_sm90(
-    q, k, v, norms, blocks, counts, out, lse, combine, T, limit, groups, tiles, scale_log2,
+    q, k, v, blocks, counts, out, lse, combine, T, limit, groups, tiles, scale_log2,
     F: gl.constexpr,
 ):  # fmt: skip
     """One persistent program; a consumer's queries are a box of q. Writes out and lse, with ADD
@@ -232,8 +211,8 @@ def nsa_selected_fwd_union_sm90(
     hopper.thread_barrier()
     gl.warp_specialize(
         [
-            (consume, (q, norms, unions, out, lse, combine, T, scale_log2, ring, 0, F)),
-            (consume, (q, norms, unions, out, lse, combine, T, scale_log2, ring, 1, F)),
+            (consume, (q, unions, out, lse, combine, T, scale_log2, ring, 0, F)),
+            (consume, (q, unions, out, lse, combine, T, scale_log2, ring, 1, F)),
             (produce, (q, k, v, unions, ring, F)),
         ],
         [WARPS, 1],
@@ -256,9 +235,7 @@ def is_supported(inputs: Inputs) -> bool:
     return aligned and fits and slots and enough and suits
 
 
-def forward(
-    inputs: Inputs, unions: Unions, norms: Tensor | None, outputs: Args, flags: Args
-) -> None:
+def forward(inputs: Inputs, unions: Unions, outputs: Args, flags: Args) -> None:
     """Writes `outputs`, arguments of the kernel."""
     q, F, tiles = inputs.q, inputs.facts.F, unions.counts.numel()
     box, q_box = [1, F.s, 1, F.D], [1, WARPS.value * F.stride, ROWS // F.stride, F.D]
@@ -267,8 +244,8 @@ def forward(
     # a program fills a multiprocessor
     launcher(nsa_selected_fwd_union_sm90, (min(tiles, launch.multiprocessors(q.device)),))(
         q=launch.gluon_box(q, q_box), k=launch.gluon_box(inputs.k, box),
-        v=launch.gluon_box(inputs.v, box), norms=norms, blocks=unions.blocks, counts=unions.counts,
+        v=launch.gluon_box(inputs.v, box), blocks=unions.blocks, counts=unions.counts,
         **outputs, T=inputs.facts.T, limit=unions.blocks.shape[3], groups=unions.counts.shape[2],
         tiles=tiles, scale_log2=inputs.scale * launch.LOG2_E,
-        F=F._replace(BOUNDED=norms is not None, **flags), num_warps=WARPS.value,
+        F=F._replace(**flags), num_warps=WARPS.value,
     )  # fmt: skip

@@ -256,7 +256,6 @@ def forward_branches(
     """Outputs and log-sum-exps of all three branches or of one, and the block indices, which are
     ranked unless given. Writes the output of three to `out`."""
     from ...kernels.common import streams
-    from ...kernels.common.key_norms import key_norms
     from ...kernels.flash import flash
     from ...kernels.selected import branch as selected
 
@@ -275,7 +274,6 @@ def forward_branches(
     is_concurrent = rank is not None and (is_single or config.importance != "probs")
     is_concurrent = is_concurrent and t.leader_indices is None and t.documents is None
 
-    norms = key_norms(q, k)
     out_cmp: Any = None
     lse_cmp: Any = None
     compressed: Any = inputs_of.get("compressed"), sink_of.get("compressed")
@@ -305,13 +303,13 @@ def forward_branches(
         if is_single:
             forced = selected.forced_blocks(inputs)
             if forced is not None:
-                partial = flash.forward(forced, sink_of["selected"], norms=norms)[:2]
+                partial = flash.forward(forced, sink_of["selected"])[:2]
         else:
             window = inputs_of["window"]
             forced = selected.forced_blocks_in_window(inputs, window)
             out_win, lse_win, *inner_outputs = flash.forward(
                 window._replace(inner=forced and forced.kv_range), sink_of["window"],
-                sink_of["selected"], norms if window.k is k else None,
+                sink_of["selected"],
             )  # fmt: skip
             partial = tuple(inner_outputs) or None
     combined = None
@@ -319,7 +317,7 @@ def forward_branches(
         gates = t.branch_gates
         combined = selected.Combine(out_cmp, out_win, gates, out, *gates.stride())
     sink = sink_of["selected"]
-    out_sel, lse_sel = selected.forward(inputs, partial, sink, combined, norms, plan)
+    out_sel, lse_sel = selected.forward(inputs, partial, sink, combined, plan)
     if is_single:
         return [out_sel], [lse_sel], block_indices
     return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], block_indices
