@@ -96,7 +96,7 @@ class Route:
     counts: list[int]  # of each rank
 
     @classmethod
-    def of(cls, entry: Tensor, rank: Tensor, ranks: int, size: int, device: Any) -> Route:
+    def from_entries(cls, entry: Tensor, rank: Tensor, ranks: int, size: int, device: Any) -> Route:
         """On a device, from this rank's entries [m] of `size`, and the ranks that they go to."""
         order = entry[rank.argsort(stable=True)]
         place = torch.full((size,), -1, device=order.device)
@@ -212,7 +212,7 @@ class ContextParallel:
         ):
             is_own = rank == self.rank
             entry = (i + row * size)[is_own]
-            routes.append(Route.of(entry, other[is_own], self.size, b * size, inp.device))
+            routes.append(Route.from_entries(entry, other[is_own], self.size, b * size, inp.device))
         first, last, source = own.to(inp.device)
         documents = varlen.Documents(first.int(), last.int())
         return ShardedLayout(

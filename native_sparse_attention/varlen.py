@@ -140,9 +140,9 @@ def align_documents(
     if T:
         begin = torch.where(begins, t, 0).cummax(1).values
         previous = F.pad(begin[:, :-1], (1, 0))
-        later = torch.where(begins, t, T).flip(1).cummin(1).values.flip(1)
+        next_begin = torch.where(begins, t, T).flip(1).cummin(1).values.flip(1)
         # not `value=T`: a graph with that constant is of one length
-        end = (F.pad(later[:, 1:] - T, (0, 1)) + T).minimum(count)
+        end = (F.pad(next_begin[:, 1:] - T, (0, 1)) + T).minimum(count)
 
     # padding before a document, up to a multiple of `step`
     gap = torch.where(begins, -(t - previous) % step, 0)

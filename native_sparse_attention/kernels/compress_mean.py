@@ -20,7 +20,7 @@ from .common.precompile import launcher
 from .common.primitives import Strided, load_rows, store_rows
 
 # elements of a tile; rows that are loaded at once
-ELEMENTS, AHEAD = 2048, tl.constexpr(4)
+ELEMENTS, UNROLL = 2048, tl.constexpr(4)
 # features of a program that sums gradients over windows; windows that it loads at once
 WIDTH, WINDOWS = tl.constexpr(32), tl.constexpr(64)
 
@@ -35,7 +35,7 @@ def mean_rows(x, positions, out, b, h, w, W, T, F: tl.constexpr):
     acc = tl.full([w.shape[0], F.BLOCK_D], 0.0, tl.float32)
     position_sum = tl.full([F.BLOCK_D], 0.0, tl.float32)
     feature = tl.arange(0, F.BLOCK_D)
-    for i in tl.range(0, F.L, loop_unroll_factor=AHEAD):
+    for i in tl.range(0, F.L, loop_unroll_factor=UNROLL):
         t = w * F.STRIDE + (F.STRIDE - F.L + i)
         is_token = (w < W) & (t >= 0) & (t < T)
         acc += load_rows(rows_ptr, t.to(tl.int64) * x.n, F.D, F.BLOCK_D, is_token).to(tl.float32)

@@ -127,7 +127,7 @@ def stand_in(capability, launched):
     """For a GPU of that capability, whose launches do what `launched` does. Its limits."""
     JITFunction.run = launched
     driver.set_active(Driver(capability))
-    rows = launch.ARCHITECTURES.get(divmod(capability, 10), launch.ELSEWHERE)
+    rows = launch.ARCHITECTURES.get(divmod(capability, 10), launch.OTHER_GPUS)
     if capability < 90:
         launch.supports_tma = lambda *_: False
     elif launch.triton_is_known():

@@ -21,15 +21,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...varlen import Documents
-from .primitives import BEHIND, EVERYTHING, Strided
+from .primitives import COMPRESSED, EVERYTHING, Strided
 from .tile_configs import (
     ARCHITECTURES,
-    ELSEWHERE,
     ENOUGH_PROGRAMS,
     FEW_HEADS,
     FEWER_KEYS,
     MAX_COLUMN_N,
     MAX_FLOAT32,
+    OTHER_GPUS,
     PROBS_FLOAT32,
     UNION_RULES,
     Architecture,
@@ -140,8 +140,8 @@ def capability(device: int) -> tuple[int, int]:
 def architecture() -> Architecture:
     """The tables of the current GPU. It calls no cached function: torch.compile may trace it."""
     if not torch.cuda.is_available():
-        return ELSEWHERE
-    return ARCHITECTURES.get(torch.cuda.get_device_capability(), ELSEWHERE)
+        return OTHER_GPUS
+    return ARCHITECTURES.get(torch.cuda.get_device_capability(), OTHER_GPUS)
 
 
 def tuning() -> tuple[Any, ...]:
@@ -399,7 +399,7 @@ class KVRange(NamedTuple):
     @property
     def wide(self) -> bool:
         """Whether the range reaches beyond a window around the query."""
-        return self.kind in (BEHIND.value, EVERYTHING.value) or self.reach == UNLIMITED
+        return self.kind in (COMPRESSED.value, EVERYTHING.value) or self.reach == UNLIMITED
 
 
 class Accumulator:

@@ -9,7 +9,7 @@ import triton.language as tl
 # kinds of KV ranges: the query at position i sees keys [lo, hi) of N; both ends rise with i
 CAUSAL_WINDOW = tl.constexpr(0)  # i - reach .. i
 TWO_SIDED_WINDOW = tl.constexpr(1)  # i - reach .. i + reach
-BEHIND = tl.constexpr(2)  # keys that end at or before i; one ends every `stride` tokens
+COMPRESSED = tl.constexpr(2)  # keys that end at or before i; one ends every `stride` tokens
 EVERYTHING = tl.constexpr(3)
 LOCAL_BLOCKS = tl.constexpr(4)  # i's block of `stride` tokens, up to i, and `reach` before it
 
@@ -45,7 +45,7 @@ def interval(i, N, floor, reach, stride, KIND: tl.constexpr):
         lo, hi = i - reach, i + 1
     if KIND == TWO_SIDED_WINDOW:
         lo, hi = i - reach, i + reach + 1
-    if KIND == BEHIND:
+    if KIND == COMPRESSED:
         hi = i // stride
     if KIND == LOCAL_BLOCKS:
         lo, hi = i // stride * stride - reach, i + 1
@@ -71,7 +71,7 @@ def seen_by(n, last, reach, stride, KIND: tl.constexpr):
         first, end = n, last + reach + 1
     if KIND == TWO_SIDED_WINDOW:
         first, end = n - reach, last + reach + 1
-    if KIND == BEHIND:
+    if KIND == COMPRESSED:
         first = (n + 1) * stride
     if KIND == LOCAL_BLOCKS:
         first, end = n, ((last + reach) // stride + 1) * stride
@@ -152,14 +152,14 @@ def narrow(x, WIDE: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    base, offsets, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask, ONCE: tl.constexpr = False
+    base, offsets, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask, STREAM: tl.constexpr = False
 ):  # fmt: skip
     """Rows [M, BLOCK] that begin at `base + offsets`; zeros where mask is False and past WIDTH.
-    With ONCE the cache evicts them first."""
+    With STREAM the cache evicts them first."""
     d = tl.arange(0, BLOCK)
     exists = mask[:, None] if WIDTH == BLOCK else mask[:, None] & (d[None] < WIDTH)
     pointers = base + offsets[:, None] + d[None]
-    POLICY: tl.constexpr = "evict_first" if ONCE else ""
+    POLICY: tl.constexpr = "evict_first" if STREAM else ""
     return tl.load(pointers, mask=exists, other=0.0, eviction_policy=POLICY)
 
 
@@ -181,14 +181,15 @@ def load_keys(
 
 @triton.jit
 def store_rows(
-    base, offsets, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask, ONCE: tl.constexpr = False
+    base, offsets, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr, mask,
+    STREAM: tl.constexpr = False,
 ):  # fmt: skip
-    """Write rows [M, BLOCK], up to WIDTH, to `base + offsets` where mask is True. With ONCE the
+    """Write rows [M, BLOCK], up to WIDTH, to `base + offsets` where mask is True. With STREAM the
     cache evicts them first."""
     d = tl.arange(0, BLOCK)
     exists = mask[:, None] if WIDTH == BLOCK else mask[:, None] & (d[None] < WIDTH)
     pointers = base + offsets[:, None] + d[None]
-    POLICY: tl.constexpr = "evict_first" if ONCE else ""
+    POLICY: tl.constexpr = "evict_first" if STREAM else ""
     tl.store(pointers, value.to(base.dtype.element_ty), mask=exists, eviction_policy=POLICY)
 
 

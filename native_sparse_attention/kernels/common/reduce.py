@@ -16,7 +16,7 @@ from .precompile import launcher
 Partials = tuple[Tensor, Tensor]
 
 # elements of a program; partials that are loaded at once
-BLOCK, AHEAD = tl.constexpr(1024), tl.constexpr(4)
+BLOCK, UNROLL = tl.constexpr(1024), tl.constexpr(4)
 # inputs of different lengths in one launch
 MAX_INPUTS = 3
 
@@ -28,7 +28,7 @@ def sum_partials(out, partials, counts, lengths, B, N, n, b, x, width):
     acc = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(3):
         size = lengths[i].to(tl.int64) * width
-        for split in tl.range(0, counts[i], loop_unroll_factor=AHEAD):
+        for split in tl.range(0, counts[i], loop_unroll_factor=UNROLL):
             row = (split * B + b).to(tl.int64)
             acc += tl.load(partials[i] + row * size + x, mask=x < size, other=0.0)
     rows = out + b.to(tl.int64) * N * width

@@ -187,7 +187,7 @@ AMPERE = HOPPER._replace(
 
 # desktop Ampere and Ada: the least shared memory of all GPUs that run bfloat16
 SMALL = {128: {"": TileConfig(64, 64, 8, 1)}, 256: {"": TileConfig(32, 32, 4, 1)}}
-ELSEWHERE = HOPPER._replace(
+OTHER_GPUS = HOPPER._replace(
     shared_memory=99 * 1024,
     max_stages=1,
     block_bytes=32 * 1024,

@@ -279,7 +279,7 @@ def rank_blocks(scores, call, ready, producers, split, b, r, t, F: tl.constexpr)
     leader = position // F.STRIDE * F.STRIDE
     if (leader == position) & (t < count):
         window_end = tl.minimum(position // F.PITCH, call.SCORE_COLUMNS)
-        end = candidates_end(position, step.NEVER, F.RANKED_LOCAL, F.PITCH, F.s, True)
+        end = candidates_end(position, step.NO_LIMIT, F.RANKED_LOCAL, F.PITCH, F.s, True)
         token_scores = scores + row * call.SCORE_COLUMNS
         for phase in range(first_phase(ready, producers, F.WARMUP), 2):
             if phase == 1:

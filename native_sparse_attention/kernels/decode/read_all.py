@@ -130,7 +130,7 @@ def select_partials(scores, scratch, position, FIRST_BLOCK, F: tl.constexpr):
     UNRANKED: tl.constexpr = F.BLOCKS if F.BLOCKS > F.TOPN else F.TOPN
     rank = tl.full([F.BLOCKS], UNRANKED, tl.int32)
     if F.TOPN > 0:
-        candidate_end = candidates_end(position, step.NEVER, F.RANKED_LOCAL, F.d, F.s, True)
+        candidate_end = candidates_end(position, step.NO_LIMIT, F.RANKED_LOCAL, F.d, F.s, True)
         is_candidate = (c >= F.INITIAL) & (c < candidate_end)
         # loops of one iteration: the compiler computes the result of a `while` once, and not again
         # for each layout in which it is used

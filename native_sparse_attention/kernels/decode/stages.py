@@ -21,7 +21,7 @@ from ..common.precompile import launcher
 from ..common.primitives import candidates_end, load_rows
 from ..topk.topn import NO_BLOCK, NO_SCORE
 from .kv_cache import cache_offsets
-from .step import NEVER, cache_arguments
+from .step import NO_LIMIT, cache_arguments
 
 # keys of a program of the first stage; units of which one warp takes the best without a barrier
 PROGRAM_KEYS, ONE_WARP = 64, 512
@@ -42,7 +42,7 @@ def candidates_of(cache, line, T, RANKS, F: tl.constexpr):
     that it ranks; -1 and 0 for padding."""
     r, t, b = line % RANKS, line // RANKS % T, (line // RANKS // T).to(tl.int64)
     position = tl.load(cache.lengths + b).to(tl.int32) + t
-    end = candidates_end(position, NEVER, F.LOCAL, F.d, F.s, True)
+    end = candidates_end(position, NO_LIMIT, F.LOCAL, F.d, F.s, True)
     if F.HAS_COUNTS:
         is_new = t < tl.load(cache.counts + b)
         position, end = tl.where(is_new, position, -1), tl.where(is_new, end, 0)

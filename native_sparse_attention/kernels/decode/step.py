@@ -28,7 +28,7 @@ from ..common.primitives import Gates, Strided, load_sinks, store_rows
 from ..topk.selection import window_weight
 from ..topk.topn import NO_KEY, NO_SCORE, first_window, sort_keys
 
-NEVER = tl.constexpr(1 << 30)
+NO_LIMIT = tl.constexpr(1 << 30)
 # counters of a sequence and KV head
 COUNTERS = tl.constexpr(8)
 

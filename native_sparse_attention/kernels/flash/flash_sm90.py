@@ -36,7 +36,7 @@ from ..common import gluon_sm90 as hopper
 from ..common import launch
 from ..common.launch import Plan, cdiv
 from ..common.precompile import launcher
-from ..common.primitives import BEHIND, CAUSAL_WINDOW, LOCAL_BLOCKS
+from ..common.primitives import CAUSAL_WINDOW, COMPRESSED, LOCAL_BLOCKS
 
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a consumer
@@ -156,7 +156,7 @@ def blocks_of(tile, kv_range, TOKENS: gl.constexpr, F: gl.constexpr):
     first = start + tile * TOKENS
     last = start + gl.minimum(tile * TOKENS + TOKENS, T) - 1
     local, num_local, num_initial = first * 0, first * 0, first * 0
-    if F.KIND == BEHIND:
+    if F.KIND == COMPRESSED:
         begin, end = first * 0, gl.minimum(last // stride, N)
     else:
         begin = gl.maximum(window_start(first, reach, stride, F.KIND), floor)
@@ -186,7 +186,7 @@ def consumer_rows(iteration, i, call, CONSUMER: gl.constexpr, F: gl.constexpr):
     row = (b * call.T + token + i // F.G).to(gl.int64) * (F.K * F.G) + h * F.G + i % F.G
     real = token + i // F.G < call.T
     first, last = call.start + token, call.start + token + TOKENS - 1
-    if F.KIND == BEHIND:
+    if F.KIND == COMPRESSED:
         lo, all_lo = position * 0, first * 0
         hi, all_hi = gl.minimum(position // stride, N), gl.minimum(first // stride, N)
     else:
@@ -556,7 +556,7 @@ def query_tile_range(n0, kv_range, F: gl.constexpr):
     start, T, N, floor = kv_range.start, kv_range.T, kv_range.N, kv_range.floor
     reach, stride = kv_range.reach, kv_range.stride
     last = gl.minimum(n0 + CONSUMERS * KEYS, N) - 1
-    if F.KIND == BEHIND:
+    if F.KIND == COMPRESSED:
         first, full = (n0 + 1) * stride, (last + 1) * stride
         end, full_end = 0x7FFFFFFF, 0x7FFFFFFF
     else:
@@ -616,7 +616,7 @@ def visible_positions(n, kv_range, F: gl.constexpr):
     """First position that sees each key, and the end of these positions; the end of the positions
     that see it as a local key."""
     start, T, stride = kv_range.start, kv_range.T, kv_range.stride
-    if F.KIND == BEHIND:
+    if F.KIND == COMPRESSED:
         first, end = (n + 1) * stride, n * 0 + (start + T)
     else:
         # compared first: another order compiles to other instructions
@@ -769,7 +769,7 @@ def is_supported(kernel: str, call: Any) -> bool:
     kv_range, inner = call.kv_range, call.inner
     forced = launch.override.get("flash_sm90")
     tiled = launch.requested_sizes(kernel if kv_range.wide else f"window.{kernel}")
-    kinds = kv_range.kind in (BEHIND.value, CAUSAL_WINDOW.value, LOCAL_BLOCKS.value)
+    kinds = kv_range.kind in (COMPRESSED.value, CAUSAL_WINDOW.value, LOCAL_BLOCKS.value)
     plain = not (kv_range.starts or kv_range.documents or kv_range.soft_cap)
     nested = inner is None or (not inner.starts and kv_range.kind == CAUSAL_WINDOW.value)
     sizes = q.dtype.itemsize == 2 and q.shape[-1] == v.shape[-1] in WIDTHS
@@ -780,7 +780,7 @@ def is_supported(kernel: str, call: Any) -> bool:
     enough = forced or tiles * lines >= MIN_TILES * launch.multiprocessors(q.device)
     layouts = [q, k, v]
     if prefix is not None:
-        prefixed = (BEHIND.value, False), (LOCAL_BLOCKS.value, True)
+        prefixed = (COMPRESSED.value, False), (LOCAL_BLOCKS.value, True)
         enough = enough and (kv_range.kind, kv_range.causal_prefix) in prefixed
         # of a prefix that all sequences share TMA reads the first sequence's
         layouts += [t._replace(stride=(t.stride[0] or t.stride[1], *t.stride[1:])) for t in prefix]

@@ -396,7 +396,7 @@ def nsa_selected_fwd_key_major(
             l = tl.where(real, tl.sum(p, 1), 1.0)
             o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee") * (1.0 / l)[:, None]
             row = (e - (b * (T - length) + first) * (F.R * F.n)) * F.G + head % F.G
-            steps.store_rows(partial_out, row * F.E, o, F.E, F.BLOCK_E, real, ONCE=True)
+            steps.store_rows(partial_out, row * F.E, o, F.E, F.BLOCK_E, real, STREAM=True)
             tl.store(partial_lse + row, m + tl.log2(l), mask=real)
 
 
@@ -449,7 +449,7 @@ def nsa_selected_bwd_key_major(
                 origin = steps.narrow(tl.load(csr.offsets), F.WIDE)
                 pair = steps.large(i - origin + tl.arange(0, F.BLOCK_M) // F.G, F.WIDE)
                 offset = (pair * F.KEY_TILES + key_tile) * F.G + query_head % F.G
-                steps.store_rows(partial_dq, offset * F.D, dq, F.D, F.BLOCK_D, real, ONCE=True)
+                steps.store_rows(partial_dq, offset * F.D, dq, F.D, F.BLOCK_D, real, STREAM=True)
 
         dk_acc *= scale
         if tl.load(csr.offsets + block + 1) - tl.load(csr.offsets + block) <= tile_pairs:
@@ -507,7 +507,7 @@ def nsa_selected_reduce_out(
         chosen = real & (tl.load(indices + j, mask=real, other=-1) >= 0)
         offset = base + j * F.G
         weight = tl.exp2(tl.load(partial_lse + offset, mask=chosen, other=float("-inf")) - origin)
-        o = steps.load_rows(partial_out, offset * F.E, F.E, F.BLOCK_E, chosen, ONCE=True)
+        o = steps.load_rows(partial_out, offset * F.E, F.E, F.BLOCK_E, chosen, STREAM=True)
         acc += weight[:, None] * o.to(tl.float32)
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)
@@ -573,7 +573,7 @@ def nsa_selected_reduce_dq(
         offset = pair_indices + slots + slot // F.KEY_TILES
         pair = tl.load(offset, mask=real, other=-1).to(tl.int64)
         partial = (pair * F.KEY_TILES + slot % F.KEY_TILES) * F.G + i % F.G
-        rows = steps.load_rows(partial_dq, partial * F.D, F.D, F.BLOCK_D, pair >= 0, ONCE=True)
+        rows = steps.load_rows(partial_dq, partial * F.D, F.D, F.BLOCK_D, pair >= 0, STREAM=True)
         acc += rows.to(tl.float32)
     steps.store_rows(dq, row * F.D, acc, F.D, F.BLOCK_D, real)
 

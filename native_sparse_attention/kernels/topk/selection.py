@@ -267,11 +267,11 @@ def nsa_topk_logits(
 
 
 @triton.jit
-def block_sums(p, j, P: tl.constexpr, BACK: tl.constexpr, F: tl.constexpr):
+def block_sums(p, j, P: tl.constexpr, NUM_EARLIER: tl.constexpr, F: tl.constexpr):
     """Scores [TOKENS, CHUNK] that windows j [SLICE] of a chunk's blocks add to the block in which
     they end, to the block before it, and so on. p is [CHUNK, SLICE, TOKENS, PARTIALS]."""
     sums = ()
-    for g in tl.static_range(BACK + 1):
+    for g in tl.static_range(NUM_EARLIER + 1):
         # tokens that block c shares with window j of the P windows that end in block c + g
         overlap = j * 0 + 1
         if F.s >= F.d:
@@ -315,7 +315,7 @@ def best_by_probs(
     TOKENS: tl.constexpr = end.shape[0]
     P: tl.constexpr = F.s // F.d if F.s > F.d else 1
     # blocks that a window overlaps before the one in which it ends
-    BACK: tl.constexpr = (F.WINDOW + F.s - F.d - 1) // F.s if F.s >= F.d else 0
+    NUM_EARLIER: tl.constexpr = (F.WINDOW + F.s - F.d - 1) // F.s if F.s >= F.d else 0
     # Triton before 3.6 has no `min` of constexprs
     PARTIALS: tl.constexpr = (F.HEADS + 1) // 2 if F.HEADS < 7 else 4
     PAIR: tl.constexpr = 1 if F.HEADS == 1 else 2
@@ -327,9 +327,9 @@ def best_by_probs(
     running = topn.start(TOKENS, F.SLOTS_2, COLUMNS, DEPTH)
     carried = ()
     sums = ()
-    for g in tl.static_range(BACK + 1):
+    for g in tl.static_range(NUM_EARLIER + 1):
         sums += (tl.zeros([TOKENS, CHUNK], tl.float32),)
-        if g < BACK:
+        if g < NUM_EARLIER:
             carried += (tl.zeros([TOKENS, CHUNK], tl.float32),)
 
     # the window of a step that each row of its tile holds. A thread of an MMA has rows r and r + 8
@@ -341,7 +341,7 @@ def best_by_probs(
     if BLOCK_N >= ROWS:
         thread = u // 16 % F.WARPS * 8 + u % 8
         u = thread * (BLOCK_N // (8 * F.WARPS)) + u // ROWS * 2 + u // 8 % 2
-    chunks = tl.cdiv(tl.max(end, 0) + BACK, CHUNK)
+    chunks = tl.cdiv(tl.max(end, 0) + NUM_EARLIER, CHUNK)
     for step in range(tl.min(low, 0) // CHUNK * STEPS, chunks * STEPS):
         c0, j0 = step // STEPS * CHUNK, step % STEPS * SLICE
         w = first_window(c0 + u // SLICE, F.d, F.s) + (j0 + u % SLICE)
@@ -367,10 +367,10 @@ def best_by_probs(
                 p = tl.reshape(p, [BLOCK_N // ROWS, F.WARPS, 2, 8, TOKENS * PARTIALS])
                 p = tl.reshape(tl.permute(p, [1, 3, 0, 2, 4]), [BLOCK_N, TOKENS * PARTIALS])
             p = tl.reshape(p, [CHUNK, SLICE, TOKENS, PARTIALS])
-            step_sums = block_sums(p, j0 + tl.arange(0, SLICE), P, BACK, F)
+            step_sums = block_sums(p, j0 + tl.arange(0, SLICE), P, NUM_EARLIER, F)
             if STEPS > 1:
                 new_sums = ()
-                for g in tl.static_range(BACK + 1):
+                for g in tl.static_range(NUM_EARLIER + 1):
                     new_sums += (tl.where(j0 == 0, 0.0, sums[g]) + step_sums[g],)
                 sums = new_sums
                 step_sums = new_sums
@@ -379,7 +379,7 @@ def best_by_probs(
                 c = topn.permute_blocks(c0 + tl.arange(0, CHUNK), COLUMNS)
                 if COLUMNS > 1:
                     score = gather_columns(score, c - c0)
-                c -= BACK
+                c -= NUM_EARLIER
                 candidate = (c[None] >= low[:, None]) & (c[None] < end[:, None])
                 score = tl.where(candidate, score, NO_SCORE)
                 # a sort key has no bit for the sign of a block

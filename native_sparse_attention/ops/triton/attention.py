@@ -503,7 +503,7 @@ def range_inputs(branch: str, t: Call, config: AttentionConfig) -> Any:
     if branch == "compressed":
         if t.ck is not None:
             q, k, v = q if t.cq is None else t.cq, t.ck, t.cv
-        kind, memory = primitives.BEHIND if config.causal else primitives.EVERYTHING, None
+        kind, memory = primitives.COMPRESSED if config.causal else primitives.EVERYTHING, None
         if t.mem_k is not None and t.mem_k.shape[1]:  # [K m D] -> [B m K D]
             batch = (len(q), -1, -1, -1)
             memory = tuple(m.transpose(0, 1).expand(batch) for m in (t.mem_k, t.mem_v))

@@ -20,7 +20,7 @@ kv_cache = pytest.importorskip("native_sparse_attention.kernels.decode.kv_cache"
 rotary = pytest.importorskip("native_sparse_attention.kernels.rotary")
 tiles = pytest.importorskip("native_sparse_attention.kernels.common.tile_configs")
 
-ARCHITECTURES = {"hopper": tiles.HOPPER, "ampere": tiles.AMPERE, "elsewhere": tiles.ELSEWHERE}
+ARCHITECTURES = {"hopper": tiles.HOPPER, "ampere": tiles.AMPERE, "elsewhere": tiles.OTHER_GPUS}
 
 
 @pytest.mark.parametrize("capability, name", [
@@ -174,14 +174,14 @@ OF_BLOCKS += [{"gated": True}]
 HOPPER = {
     "flash": (
         [
-            {}, {"H": 8}, {"H": 1}, {"kind": device.BEHIND}, {"inner": True}, HALF, NARROW,
+            {}, {"H": 8}, {"H": 1}, {"kind": device.COMPRESSED}, {"inner": True}, HALF, NARROW,
             {"kind": device.LOCAL_BLOCKS}, {"kind": device.LOCAL_BLOCKS, "prefix": True},
             {"allowed": None, "T": 144, "S": 100},
         ],
         [
             *REFUSED, {"D": 64}, {"E": 64}, {"D": 96, "E": 96}, {"H": 12}, {"H": 3},
-            {"kind": device.EVERYTHING}, {"prefix": True}, {"kind": device.BEHIND, "inner": True},
-            {"ragged": True}, {"T": 0}, {"S": 0}, {"step": 2}, {"sized": True},
+            {"kind": device.EVERYTHING}, {"kind": device.COMPRESSED, "inner": True},
+            {"prefix": True}, {"ragged": True}, {"T": 0}, {"S": 0}, {"step": 2}, {"sized": True},
             {"allowed": None, "T": 136, "S": 100},
         ],
     ),
