@@ -62,13 +62,16 @@ SMALL: Settings = dict(
 LARGE: Settings = dict(WIDE, num_selected_blocks=16)
 INDEX: Settings = dict(importance="index", ranking_queries=64)
 # what costs less than a score of every token, head group and layer
+STAGES: Settings = dict(
+    num_selected_groups=16, compress_block_size=16, compress_block_sliding_stride=16
+)
 RANKINGS: dict[str, Settings] = {
     "any head": dict(importance="head_max"),
+    "any head, R = 4": dict(importance="head_max", selection_stride=4),
+    "any head, two stages": dict(importance="head_max", **STAGES),
     "R = 4": dict(selection_stride=4),
     "R = 16": dict(selection_stride=16),
-    "two stages": dict(
-        num_selected_groups=16, compress_block_size=16, compress_block_sliding_stride=16
-    ),
+    "two stages": STAGES,
     "one ranking for 2 layers": dict(share_ranking=2),
     "one ranking for 4 layers": dict(share_ranking=4),
     "index of 32": dict(INDEX, index_dim=32),
