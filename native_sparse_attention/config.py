@@ -59,8 +59,8 @@ NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
     "use_diff_topk": dict(importance=IMPORTANCE_RULES),
     "dense_length": dict(branches=(("selected",),)),
     "ranking_bits": dict(
-        importance=("max",), causal=(True,), use_diff_topk=(False,), num_selected_groups=(0,),
-        branches=WITHOUT_COMPRESSED,
+        importance=("max", "head_max"), causal=(True,), use_diff_topk=(False,),
+        num_selected_groups=(0,), branches=WITHOUT_COMPRESSED,
     ),
     "num_selected_groups": dict(
         importance=BY_KEYS, causal=(True,), use_diff_topk=(False,),
@@ -360,7 +360,7 @@ class NSAConfig(AttentionConfig):
             once for the tokens of a group, and then for every token the blocks of the n1 best
             groups by their largest logit. `dense_length` is a multiple of a group. 0 for one stage.
         ranking_bits: 16, or 8: queries and keys are rounded to 8-bit integers for the ranking alone
-            (importance="max", causal, without "compressed" and num_selected_groups).
+            (importance="max" or "head_max", causal, without "compressed" and num_selected_groups).
         query_heads_share_selected_kv: False lets every query head select for itself.
         branches: some of "compressed", "selected" and "window". One alone has no gate.
             `("selected",)` is one softmax over the initial, local and ranked blocks; its compressed

@@ -440,8 +440,8 @@ def select_blocks(
             `[4 s t, 4 s t + 4 s)`, by the first of them. A block of these groups scores the
             largest of `q_i . k_j * scale` over its tokens, with the mean query of the heads that
             share the ranking, or by "head_max" with each of them. 0 for one stage.
-        ranking_bits: 8 rounds the heads' sum of queries and the keys of a block to 8-bit integers,
-            each to its own scale (importance="max", causal).
+        ranking_bits: 8 rounds the heads' sum of queries, or by "head_max" all queries of a group,
+            and the keys of a block to 8-bit integers, each to its own scale (causal).
         k: keys of tokens [B, S, K, D], for the second stage alone; S is their number.
         query_heads_share_selected_kv: False ranks for every query head on its own.
         seq_len: S; T by default.

@@ -366,12 +366,15 @@ def quantize(x: Tensor, *dims: int) -> tuple[Tensor, Tensor]:
     return (x / size).round(), size
 
 
-def quantize_queries(q: Tensor, kv_heads: int, shared: bool) -> Tensor:
-    """Integers [b i r d] that rank: of the sum of the heads that share a ranking. A positive factor
-    changes no ranking: their size is left out."""
-    if shared:
-        q = rearrange(q, "b i (k g) d -> b i k g d", k=kv_heads).sum(dim=3)
-    return quantize(q, -1)[0]
+def quantize_queries(q: Tensor, kv_heads: int, config: AttentionConfig) -> Tensor:
+    """Integers [b i r d] that rank: of the sum of the heads that share a ranking, or of each of
+    them. They have one size for a ranking; a positive factor changes none: it is left out."""
+    if not config.query_heads_share_selected_kv:
+        return quantize(q, -1)[0]
+    q = rearrange(q, "b i (k g) d -> b i k g d", k=kv_heads)
+    if not config.ranks_by_heads:
+        q = q.sum(dim=3, keepdim=True)
+    return quantize(q, 3, 4)[0].flatten(2, 3)
 
 
 def quantize_keys(ck: Tensor, d: int, s: int) -> tuple[Tensor, Tensor]:
@@ -405,7 +408,7 @@ def importance_scores(
     if config.ranking_bits == 8:  # products of integers are exact, and only the sign matters
         scale = config.scale_of(q.shape[-1])
         scale = float((scale > 0) - (scale < 0))
-        q = quantize_queries(q, ck.shape[2], shared)
+        q = quantize_queries(q, ck.shape[2], config)
         ck, size = quantize_keys(ck, d, s)
     elif shared and not config.ranks_by_heads:
         # the mean over heads of dot products is the dot product with the mean query

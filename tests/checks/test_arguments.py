@@ -438,9 +438,9 @@ REFUSED = {
     "8 bits": {
         "ranking_bits must be 8 or 16, got 4": dict(ranking_bits=4),
         "ranking_bits must be an integer": dict(ranking_bits="8"),
-        "ranking_bits=8 goes with importance='max', got 'logits'": dict(importance="logits"),
+        "ranking_bits=8 goes with importance='max' or 'head_max', got 'logits'": dict(importance="logits"),
         "importance='index' goes with ranking_bits=16": INDEX,
-        "importance='max', got 'given'": GIVEN,
+        "importance='max' or 'head_max', got 'given'": GIVEN,
         "causal=True, got False": dict(causal=False),
         "use_diff_topk=False, got True": dict(use_diff_topk=True),
         "num_selected_groups=0, got 2": dict(num_selected_groups=2, num_local_blocks=4),

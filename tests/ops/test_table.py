@@ -200,6 +200,9 @@ LAYERS = {
         ),
         "tokens, each head counts": TOKENS | dict(importance="head_max", lengths=DOCUMENTS),
         "8 bits": TOKENS | dict(ranking_bits=8),
+        "8 bits, each head counts": TOKENS | dict(
+            ranking_bits=8, importance="head_max", heads=(6, 2, WIDTH, WIDTH)
+        ),
         "two stages": STAGES | dict(place=(48, 96)),
         "two stages, documents": STAGES | dict(lengths=[29, 0, 40]),
         "two stages, each head counts": STAGES | dict(

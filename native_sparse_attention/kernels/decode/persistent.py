@@ -675,8 +675,7 @@ def decode(call: calls.Call, config: AttentionConfig) -> Tensor:
         config = config.but(importance="given", num_selected_groups=0)
     elif config.ranking_bits == 8 and config.ranks and call.block_indices is None:
         q = (call.q if call.cq is None else call.cq).float()
-        q = quantize_queries(q, call.k.shape[2], config.query_heads_share_selected_kv)
-        call = call.but(cq=q.half())
+        call = call.but(cq=quantize_queries(q, call.k.shape[2], config).half())
     elif call.block_indices is not None:
         selection = launch.Selection(
             call.block_indices, config.selection_block_size, config.num_initial_blocks,

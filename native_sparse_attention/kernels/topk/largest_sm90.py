@@ -124,7 +124,7 @@ def nsa_topk_mean_queries(q, queries, starts, first_token, T, TILES, RANKS, F: t
         rows = b * q.b + token.to(tl.int64) * q.n + (r * F.G + head) * q.h
         q_sum += steps.load_rows(q.ptr, rows, F.D, F.D, ranked).to(tl.float32)
     if F.BITS == 8:
-        high, _ = steps.quantize(q_sum, 1)
+        high, _ = steps.quantize(q_sum, F.HEADS)
     else:
         high, _, _ = steps.two_halves(q_sum, F.HEADS)
     row = (line.to(tl.int64) * TILES * 128 + row)[:, None]

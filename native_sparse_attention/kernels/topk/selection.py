@@ -250,7 +250,7 @@ def nsa_topk_logits(
         rows = b * q.b + row_token.to(tl.int64) * q.n + (r * F.G + head) * q.h
         q_sum += steps.load_rows(q.ptr, rows, F.D, F.BLOCK_D, is_row).to(tl.float32)
     if F.QUANTIZED:
-        q_sum, _ = steps.quantize(q_sum, 1)
+        q_sum, _ = steps.quantize(q_sum, F.HEADS)
     q_high, q_low, _ = steps.two_halves(q_sum, F.HEADS)
 
     N = W if F.LARGEST else C

@@ -115,6 +115,7 @@ TOKENS = dict(importance="max", compress_block_size=1, compress_block_sliding_st
 CASES = {
     "plain": {},
     "8 bits": dict(ONE, **TOKENS, ranking_bits=8, query_heads_share_selected_kv=False, scale=-0.3),
+    "8 bits, each head counts": dict(ONE, **TOKENS | dict(importance="head_max"), ranking_bits=8),
     "probs": dict(T=1, importance="probs", query_heads_share_selected_kv=False),
     "interpolated, one head": dict(interpolated_importance_score=True, heads=(1, 1, 16, 16)),
     "own rankings": dict(query_heads_share_selected_kv=False, T=1, lengths=(0, 3)),

@@ -97,6 +97,7 @@ INTEGERS = [
     (64, sizes(1, 1, 32), dict(num_selected_blocks=5, selection_stride=4)),
     (128, sizes(4, 4, 128), dict(num_local_blocks=3, scale=-0.1)),
     (32, sizes(1, 1, 128), dict(num_selected_blocks=8, query_heads_share_selected_kv=False)),
+    (128, sizes(1, 1, 64), dict(importance="head_max", num_selected_blocks=16)),
 ]
 
 
@@ -106,7 +107,7 @@ INTEGERS = [
 @pytest.mark.parametrize("D, size, settings", INTEGERS)
 def test_integers_of_8_bits(D, size, settings, dtype, form):
     """To the bit the specification."""
-    call = SETTINGS | size | settings | dict(importance="max", ranking_bits=8)
+    call = SETTINGS | dict(importance="max", ranking_bits=8) | size | settings
     for T, S, B, H, K in ((1300, 1300, 3, 16, 8), (200, 1100, 2, 4, 2), (40, 520, 1, 2, 2)):
         q, ck, _ = draw(T, S, H, K, D, d=size["compress_block_sliding_stride"], dtype=dtype, B=B)
         call |= dict(seq_len=S, q_offset=S - T)
