@@ -69,18 +69,14 @@ def test_rules_attend_to_what_they_choose(rule):
 def test_oracle_catches_most():
     """Of far mass, at least what any rule catches that a KV group shares, with as many blocks."""
     q, k, _ = draw()
-    mass = pretrained.attention_mass(q, k, 0)
-    shares = {}
+    mass, shares = pretrained.attention_mass(q, k, 0), {}
+    best = next(rule for rule in CHOOSING if rule.name == "oracle")
     for rule in CHOOSING:
-        far, held = pretrained.caught(rule, pretrained.choose(rule, q, k), mass, 0)
-        assert far.shape == held.shape == (6,) and (held <= far * (1 + 1e-5)).all()
-        shares[rule] = (held.sum() / far.sum()).item()
-    best = next(rule for rule in shares if rule.name == "oracle")
-    most = shares[best]
-    assert min(shares.values()) > 0
-    alike = [rule for rule in shares if rule.n == best.n and not rule.per_head]
-    assert len(alike) > 5 and all(shares[rule] <= most + 1e-6 for rule in alike)
-    assert most < 1
+        if rule.n == best.n and not rule.per_head:
+            far, held = pretrained.caught(rule, pretrained.choose(rule, q, k), mass, 0)
+            shares[rule] = (held.sum() / far.sum()).item()
+    assert len(shares) > 5 and min(shares.values()) > 0
+    assert max(shares.values()) - 1e-6 <= shares[best] < 1
 
 
 def test_far_mass_by_hand():
