@@ -75,18 +75,6 @@ def test_a_step_over_a_sparse_cache_copies_no_other_tokens():
     assert not layer.stores and kept_means(twin.layers[0].keys, 1, 1) is None
 
 
-def test_gradients_through_a_sparse_cache():
-    """Of chunks one after the other: nothing that autograd saved is written to."""
-    model, (text,) = sparse(1, 1, num_hidden_layers=1).train(), prompts(24)
-    grads = []
-    for cache in (SparseCache(model.config), dynamic(model)):
-        model.zero_grad()
-        outs = [call(model, chunk, cache) for chunk in text.split([16, 4, 4], dim=1)]
-        sum(out.square().sum() for out in outs).backward()
-        grads.append([p.grad.clone() for p in model.parameters()])
-    close(*grads)
-
-
 @pytest.mark.parametrize("l, d", [(8, 4), (4, 4), (6, 2), (1, 1)])
 @torch.no_grad()
 def test_static_sparse_cache_keeps_windows(l, d, monkeypatch):
