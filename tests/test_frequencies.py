@@ -80,8 +80,12 @@ def test_learned_frequencies_are_shared():
     assert all(attn.rotary_emb is rotary for attn, _ in model.layers)
     twin = copy.deepcopy(model)
     assert twin.layers[0][0].rotary_emb is twin.layers[1][0].rotary_emb is not rotary
-    model(torch.zeros(1, 9, dtype=torch.long), return_loss=True).backward()
-    assert rotary.freqs.grad is not None
+    dense = Transformer(32, 16, 2, dim_head=8, heads=2, rotary_emb=rotary)
+    for net in (model, dense):
+        for net.activation_checkpointing in (False, True):
+            rotary.freqs.grad = None
+            net(torch.zeros(1, 9, dtype=torch.long), return_loss=True).backward()
+            assert rotary.freqs.grad is not None
 
 
 @KINDS

@@ -86,18 +86,6 @@ def test_simulated_schedule():
     assert seconds == pytest.approx(sum(sent.values()) / 1e9, 0.1)
 
 
-def test_measured_rows_set_the_speed():
-    alone = dict(subject="model", form="one softmax", mode="one", T=2**16, processes=2)
-    alone |= dict(step_ms=3000.0, tokens_per_s=20000)
-    both = alone | dict(mode="cp", step_ms=1600.0, tokens_per_s=38000, exposed_ms=90.0)
-    both["nccl_ms"] = sum(scaling.sent_bytes(scaling.model_of(2**16), 2**16, 1, 2).values()) / 1e8
-    seconds, compute = scaling.simulate_row(2**16, 1, 2, [alone, both])
-    assert compute == pytest.approx(1.5)
-    expected = scaling.simulate(scaling.model_of(2**16), 2**16, 1, 2, nvlink=1e11)
-    assert seconds - compute == pytest.approx(expected[0] - expected[1], rel=0.1)
-    assert "/ 1.60 s, 95%, 90 ms" in scaling.comparison([alone, both])
-
-
 def test_covered_intervals():
     spans = [(9, 22), (2, 4), (3, 5), (26, 26)]
     assert distributed.covered(spans) == 3 + 13
@@ -115,13 +103,3 @@ def test_table():
     assert "2.00 s, 50 GiB" in text and "1.10 s, 30 GiB, 91%, 12 ms" in text
     layer = dict(place, subject="layer", mode="cp", forward_ms=900.0, both_ms=2800.0)
     assert "900 / 1900" in distributed.table_of([layer], "layer")
-
-
-def test_page_has_its_tables():
-    page, rows = (
-        distributed.PAGE.read_text("utf-8"),
-        common.read_rows(distributed.BENCHMARK.results),
-    )
-    for name in distributed.TABLES[distributed.PAGE]:
-        assert f"<!-- begin: {name} -->" in page
-    assert common.render(page, distributed.TABLES[distributed.PAGE], rows) == page

@@ -1,6 +1,5 @@
 """The benchmark of a model that is not trained further: its rules, its measures, its page."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -48,13 +47,6 @@ def texts(model):
     return pretrained_model.Corpus("bytes", (common.ROOT / "README.md",)).windows(model, S, 1)
 
 
-@pytest.mark.parametrize("length", [S, 97, 23])
-def test_all_blocks_selected_is_dense_attention(length):
-    q, k, v = draw(length)
-    rule = Rule("window", BLOCK, 1, 2).whole(length)
-    torch.testing.assert_close(pretrained.attend(rule, q, k, v), dense(q, k, v))
-
-
 @pytest.mark.parametrize("rule", CHOOSING, ids=lambda rule: pretrained.title(rule.row()))
 def test_rules_attend_to_what_they_choose(rule):
     """The output is the softmax over forced and chosen blocks, of which there are none twice."""
@@ -64,35 +56,27 @@ def test_rules_attend_to_what_they_choose(rule):
     some = pretrained.choose(rule, q[:, 48:58].contiguous(), k, 48)
     assert torch.equal(some, indices[:, 48:58])
     between = pretrained.candidates(rule, S, S, 0, CPU)
-    counts = between.sum(-1).clamp(max=rule.n)
-    for head in indices[0].unbind(1):
-        for query in (5, 40, 77, 95):
-            blocks = [c for c in head[query].tolist() if c >= 0]
-            assert len(blocks) == len(set(blocks)) == counts[query]
-            assert between[query, blocks].all()
-    read = ~pretrained.candidates(rule, S, S, 0, CPU).expand(1, 6, -1, -1)
-    chosen = torch.zeros(1, 6, S, read.shape[-1] + 1, dtype=torch.bool)
+    chosen = torch.zeros(1, 6, S, between.shape[-1] + 1, dtype=torch.bool)
     by_head = indices.repeat_interleave(6 // indices.shape[2], dim=2).transpose(1, 2)
     chosen.scatter_(-1, (by_head % chosen.shape[-1]).long(), True)
-    mask = (read | chosen[..., :-1]).repeat_interleave(BLOCK, dim=-1)[..., :S].tril()
+    chosen = chosen[..., :-1]
+    assert (chosen.sum(-1) == between.sum(-1).clamp(max=rule.n)).all()
+    assert not (chosen & ~between).any()
+    mask = (chosen | ~between).repeat_interleave(BLOCK, dim=-1)[..., :S].tril()
     torch.testing.assert_close(pretrained.attend(rule, q, k, v), dense(q, k, v, mask))
 
 
 def test_oracle_catches_most():
     """Of far mass, at least what any rule catches that a KV group shares, with as many blocks."""
     q, k, _ = draw()
-    mass = pretrained.attention_mass(q, k, 0)
-    shares = {}
+    mass, shares = pretrained.attention_mass(q, k, 0), {}
+    best = next(rule for rule in CHOOSING if rule.name == "oracle")
     for rule in CHOOSING:
-        far, held = pretrained.caught(rule, pretrained.choose(rule, q, k), mass, 0)
-        assert far.shape == held.shape == (6,) and (held <= far * (1 + 1e-5)).all()
-        shares[rule] = (held.sum() / far.sum()).item()
-    best = next(rule for rule in shares if rule.name == "oracle")
-    most = shares[best]
-    assert min(shares.values()) > 0
-    alike = [rule for rule in shares if rule.n == best.n and not rule.per_head]
-    assert len(alike) > 5 and all(shares[rule] <= most + 1e-6 for rule in alike)
-    assert most < 1
+        if rule.n == best.n and not rule.per_head:
+            far, held = pretrained.caught(rule, pretrained.choose(rule, q, k), mass, 0)
+            shares[rule] = (held.sum() / far.sum()).item()
+    assert len(shares) > 5 and min(shares.values()) > 0
+    assert max(shares.values()) - 1e-6 <= shares[best] < 1
 
 
 def test_far_mass_by_hand():
@@ -106,6 +90,14 @@ def test_far_mass_by_hand():
     assert far.tolist() == [0.5] and held.tolist() == [0.25]
     far, held = pretrained.caught(rule, indices - 3, mass, 7)
     assert held.tolist() == [0.0]
+
+
+def test_loss_above_dense_by_hand():
+    """Texts of 2 tokens: their means are 1 and 3, of dense attention 0.5 and 1.5."""
+    losses, of_dense = torch.tensor([[0.0, 2.0], [3.0, 3.0]]), torch.tensor([[0.5], [1.5]])
+    row = dict(loss=2.0, above=1.0, above_stderr=0.5, above_percent=100.0, windows=2)
+    assert pretrained.loss_row(losses, of_dense) == row
+    assert pretrained.loss_row(losses[1:], of_dense[1:])["above_stderr"] is None
 
 
 def test_model_is_dense_with_every_block(model, texts):
@@ -144,8 +136,6 @@ def test_needle(coder):
         assert len(found) == 200 and digits.isdigit() and told
         assert abs(len(before) - depth * filler) <= 1
         assert after.count(f" is #{digits}") == 2 and f" is #{digits}.\n\nx" in after
-    with pytest.raises(ValueError, match="lengths must leave room for a needle, got 80"):
-        pretrained_model.needle(coder, text[:80], 0.5, seed=3)
 
 
 def test_corpora(tmp_path, coder):
@@ -157,11 +147,6 @@ def test_corpora(tmp_path, coder):
     assert [path.name for path in c.files] == ["a.h", "b.c"]
     windows = c.windows(coder, 8, 2)
     assert [bytes(line.tolist()) for line in windows] == [b"int a;\ni", b"int b;\ni"]
-    with pytest.raises(ValueError, match="data must hold 100 tokens of C, got 13"):
-        c.windows(coder, 100, 1)
-    with pytest.raises(ValueError, match="data must name files and directories"):
-        pretrained_model.corpora([tmp_path / "none"])
-    assert pretrained_model.corpora([tmp_path / "d.o"])[0].name == "prose"
 
 
 def test_what_is_wrong_is_not_measured(monkeypatch, model):
@@ -193,15 +178,9 @@ def test_training_reads_what_no_evaluation_reads(tmp_path, coder):
         path.write_text(path.stem * 64)
     corpus = pretrained_model.Corpus("prose", tuple(paths))
     assert [path.stem for path in corpus.without(8, 2).files] == ["b", "d"]
-    plan = copy.copy(PLAN)
-    for name, value in dict(T=8, train_T=16, steps=3).items():
-        object.__setattr__(plan, name, value)
+    plan = SimpleNamespace(T=8, windows=2, train_T=16, steps=3, batch=1)
     rows = distillation.training_rows([corpus], coder, plan)
     assert rows.shape == (3, 16) and set(rows.flatten().tolist()) == {ord("b")}
-    with pytest.raises(ValueError, match="data must hold 16 tokens of prose beside"):
-        distillation.training_rows(
-            [pretrained_model.Corpus("prose", tuple(paths[:1]))], coder, plan
-        )
 
 
 def test_wrong_conversions_are_not_measured(monkeypatch):

@@ -8,9 +8,8 @@ import torch
 
 from benchmarks import against, attention, clock, common, decode, oracle
 from benchmarks.oracle import WrongResult
-from benchmarks.providers import Dense, Ours
+from benchmarks.providers import Ours
 from benchmarks.providers import providers as known_providers
-from native_sparse_attention import native_sparse_attention
 
 pytestmark = pytest.mark.usefixtures("nothing_to_release")
 
@@ -52,17 +51,6 @@ def test_ratios():
 # the oracle
 
 
-@pytest.mark.slow(one_of=3)
-@pytest.mark.parametrize("stride", [1, 8])
-@pytest.mark.parametrize("T", [5, 17, 100])
-def test_oracle_accepts_what_is_right(T, stride):
-    setting = attention.tiny(T, 6, 2)
-    setting = type(setting)(**{**vars(setting), "stride": stride})
-    for provider in (Ours(), Ours(importance="probs"), Dense("sdpa", None)):
-        for spot in (False, True):
-            assert verify(provider, setting, spot) <= 1
-
-
 class ShortWindow(Ours):
     def branches(self, setting):
         return [*super().branches(setting)[:2], oracle.window(setting.w + 1, gate=2)]
@@ -99,6 +87,7 @@ WRONG += [(Changed(2, -1), "fewer blocks")]
 @pytest.mark.parametrize("spot", [False, True])
 @pytest.mark.parametrize("provider, told", WRONG, ids=lambda v: type(v).__name__)
 def test_oracle_refuses_what_is_wrong(provider, told, spot):
+    assert verify(Ours(), spot=spot) <= 1
     with pytest.raises(oracle.WrongResult, match=told):
         verify(provider, spot=spot)
 
@@ -114,23 +103,6 @@ def test_laws_notice_a_key_that_gets_no_gradient(broken):
     named[broken][0, 5, 1] = 0
     with pytest.raises(oracle.WrongResult):
         oracle.check_laws(provider.branches(setting), inputs, named)
-
-
-def test_branches_count_the_keys_that_they_show():
-    c = attention.tiny(333, 4, 2)
-    i = torch.arange(c.T)
-    indices = Ours().indices(attention.prepared(Ours(), c, CPU), c)[0, :, 0]
-    for branch, keys in (
-        (oracle.behind(c.d), c.T // c.d),
-        (oracle.window(c.w), c.T),
-        (oracle.window(None), c.T),
-        (oracle.chosen(c.s, c.n, c.initial, c.local), c.T),
-    ):
-        seen = branch.seen(i[:, None], torch.arange(keys), indices)
-        assert torch.equal(seen.sum(1), branch.count(i))
-
-
-QUICK = ["--quick", "--device", "cpu", "--seconds", "1e-4"]
 
 
 # decoding
@@ -157,7 +129,7 @@ def test_wrong_results_are_not_timed(monkeypatch, change):
     with pytest.raises(WrongResult):
         decode.check(decode.Ours("ours", "logits"), STEP, CPU)
     with pytest.raises(SystemExit, match="1 cases failed, the first: ours .* wrong"):
-        decode.main([*QUICK, "--providers", "ours"])
+        decode.main(["--quick", "--device", "cpu", "--providers", "ours"])
 
 
 def test_wrong_dense_attention_is_not_timed():
@@ -169,25 +141,6 @@ def test_wrong_dense_attention_is_not_timed():
     decode.check(decode.PROVIDERS[0], STEP, CPU)
     with pytest.raises(WrongResult, match="out errs by"):
         decode.check(Unmasked("wrong"), STEP, CPU)
-
-
-def test_selected_blocks_are_read_off_the_output():
-    """More blocks than a head is wide, so several calls."""
-    ours, c = decode.Ours("ours", "logits"), STEP.setting
-    x = decode.draw(STEP, CPU)
-    ours.prepare(x, STEP)
-    found = decode.block_indices(decode.selected(ours, x, STEP), STEP)
-    inputs = [x[name] for name in ("q", "k", "v", "ck", "cv", "branch_gates")]
-    options = dict(q_offset=x["lengths"].long(), sliding_window_size=c.w, return_block_indices=True)
-    _, indices = native_sparse_attention(*inputs, **options, **c.ranking)
-    assert c.T // c.s > c.D and torch.equal(found, indices.sort(-1).values)
-    out = ours.call(x, STEP)
-    queries = [(b, t) for b in range(2) for t in range(2)]
-    assert decode.verify(ours, x, STEP, out, queries) <= 1
-    uneven = torch.zeros(2, 2, 4, 20, dtype=torch.bool)
-    uneven[0, 0, 0, 5] = True
-    with pytest.raises(WrongResult, match="heads of a group"):
-        decode.block_indices(uneven, STEP)
 
 
 # layers
@@ -220,11 +173,10 @@ def test_wrong_attention_is_not_timed(monkeypatch):
 
     network = generation.network_of("tiny", None, CPU, torch.float32)
     small = generation.checked_network(network)
-    form = generation.forms_of((16,), 32, 32)[1]
-    assert generation.check(form, small) < 1e-4
     forms = {form.name: form for form in generation.forms_of((16,), 32, 32)}
-    assert generation.check(forms["converted, 16"], small) < 1e-4
-    assert generation.check(forms["means of 16"], small) < 1e-4
+    for name in ("max of 16", "converted, 16", "means of 16"):
+        assert generation.check(forms[name], small) < 1e-4
+    form = forms["max of 16"]
     right = hf_attention.branches.attend
 
     def one_value_less(call, *rest):
@@ -261,11 +213,6 @@ def test_a_checkout_against_itself(capsys):
         assert row["times_other"] == pytest.approx(row["ms"] / row["other_ms"], abs=1e-3)
         assert min(row["ms"], row["other_ms"]) > 0 and row["other_commit"]
     assert "| case | this, ms | other, ms | this / other |" in capsys.readouterr().out
-
-
-def test_a_folder_that_is_none(tmp_path):
-    with pytest.raises(SystemExit, match="path must be a checkout of this library, got"):
-        against.main([str(tmp_path), "clock"])
 
 
 @pytest.mark.slow

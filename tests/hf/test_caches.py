@@ -47,31 +47,6 @@ def steps(model, ids, cache, first, chunk=1):
 
 
 @torch.no_grad()
-def test_sparse_cache_keeps_its_windows_as_it_changes():
-    model, (text,) = sparse(4, 2), prompts(30)
-    cache = SparseCache(model.config)
-    changes = (
-        lambda: None,
-        lambda: cache.crop(-3),
-        lambda: cache.batch_repeat_interleave(2),
-        lambda: cache.batch_select_indices(torch.tensor([3, 0, 1])),
-        lambda: cache.reorder_cache(torch.tensor([2, 0, 1])),
-    )
-    call(model, text.repeat(2, 1), cache)
-    layer, rows = cache.layers[0], (2, 2, 4, 3, 3)
-    for change, B in zip(changes, rows):
-        change()
-        for new in (5, 1):  # another tensor, and storage with spare capacity
-            call(model, text[:, :new].repeat(B, 1), cache)
-            means = kept_means(layer.keys, 4, 2)
-            assert means.shape[::2] == (B, layer.keys.shape[2] // 2)
-            close(means[:, :, 1:], layer.keys.unfold(2, 4, 2).mean(-1))
-    cache.reset()
-    call(model, text, cache)
-    assert kept_means(layer.keys, 4, 2).shape[2] == 15
-
-
-@torch.no_grad()
 def test_a_step_over_a_sparse_cache_copies_no_other_tokens():
     """The keys stay where they are, until storage is full or another call has moved them; what was
     taken back is written over."""
@@ -98,18 +73,6 @@ def test_a_step_over_a_sparse_cache_copies_no_other_tokens():
     assert (len(layer.keys[0, 0]), len(twin.layers[0].keys[0, 0])) == (200, 201)
     cache.reset()
     assert not layer.stores and kept_means(twin.layers[0].keys, 1, 1) is None
-
-
-def test_gradients_through_a_sparse_cache():
-    """Of chunks one after the other: nothing that autograd saved is written to."""
-    model, (text,) = sparse(1, 1, num_hidden_layers=1).train(), prompts(24)
-    grads = []
-    for cache in (SparseCache(model.config), dynamic(model)):
-        model.zero_grad()
-        outs = [call(model, chunk, cache) for chunk in text.split([16, 4, 4], dim=1)]
-        sum(out.square().sum() for out in outs).backward()
-        grads.append([p.grad.clone() for p in model.parameters()])
-    close(*grads)
 
 
 @pytest.mark.parametrize("l, d", [(8, 4), (4, 4), (6, 2), (1, 1)])

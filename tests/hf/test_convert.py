@@ -185,7 +185,6 @@ def test_files_that_cannot_be_loaded_are_refused(tmp_path):
         ("Mistral", dict(sliding_window=8, rope_parameters=None), {}, "be one with full attention"),
         ("Llama", {}, dict(heads=2), "heads must be 4, which the model decides, got 2"),
         ("Llama", {}, dict(branches=("compressed",)), "branches must hold"),
-        ("Llama", {}, dict(num_blocks=2), "num_blocks"),
         ("Llama", {}, dict(selection_block_size=0), "selection_block_size"),
         ("Llama", {}, dict(gate_bias=0), "gate_bias must be"),
     ],

@@ -139,7 +139,6 @@ def test_settings_are_those_of_the_preset_and_go_through_json(tmp_path):
     ("settings", "message"),
     [
         (dict(hidden_size=0), "hidden_size must be an integer of at least 1, got 0"),
-        (dict(num_key_value_heads=3), "kv_heads"),
         (dict(head_dim=None, hidden_size=30), "head_dim must be given .*hidden_size=30"),
         (dict(head_dim=7), "head_dim must be even for rotary embedding, got 7"),
         (dict(rope_theta=-1.0), "rope_theta must be a finite number above 0, got -1.0"),
@@ -157,7 +156,6 @@ def test_settings_are_those_of_the_preset_and_go_through_json(tmp_path):
         (dict(nsa=NSAConfig(dim=32, dim_head=16, heads=4)), "dim_head must be 8, .* got 16"),
         (dict(nsa=dict(blocks=4)), "unexpected keyword argument 'blocks'"),
         (dict(nsa=dict(length=4)), "length in nsa goes with a preset, got 4"),
-        (dict(nsa=dict(selection_block_size=0)), "selection_block_size must be .* got 0"),
         (dict(ranking_queries=8), "ranking_queries goes with importance='index' in nsa, got 8"),
         (dict(nsa=FORMS["index"], ranking_weights="sum"), "ranking_weights must be one of"),
     ],

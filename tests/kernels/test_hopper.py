@@ -155,22 +155,6 @@ def test_neighbours_that_are_alike(launches, H, rule, often):
     assert launches["key_major.backward"] == 1
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-@pytest.mark.parametrize("w", [255, 63])
-@pytest.mark.parametrize("heads", [(16, 1, 128, 128), (16, 1, 64, 64), (32, 8, 64, 64)])
-def test_layer_by_flash(launches, heads, w, dtype):
-    """Gradients of the window and of the local blocks within it, as by the portable kernels."""
-    drawn = draw_layer(900, heads, sliding_window_size=w)
-    tensors, d_out = [t.detach().to(dtype).requires_grad_() for t in drawn[0]], drawn[1].to(dtype)
-    portable = layer(tensors, d_out, {"flash_sm90": False}, **drawn[2])
-    assert launches.keys().isdisjoint(FLASH)
-    found = layer(tensors, d_out, {"flash_sm90": True}, **drawn[2])
-    assert launches.keys() >= FLASH.keys()
-    for one, other in zip(found, portable, strict=True):
-        error = (one.float() - other.float()).norm() / other.float().norm()
-        assert error <= torch.finfo(BF16).eps
-
-
 @pytest.mark.parametrize(
     "heads, stride, T, tokens",
     [((32, 2, 128, 128), 4, 640, 4), ((32, 2, 64, 64), 16, 640, 4), ((8, 2, 128, 128), 16, 704, 16),

@@ -6,7 +6,7 @@ from torch.nn.attention import flex_attention as flex
 
 from native_sparse_attention import masks
 from native_sparse_attention.masks import catalog
-from tests.helpers.pictures import SMALL, assert_torchs_tiles, dense, drawn
+from tests.helpers.pictures import assert_torchs_tiles, dense, drawn
 
 CPU = torch.device("cpu")
 
@@ -136,15 +136,3 @@ def test_block_masks_are_torchs(name, monkeypatch):
     ours = masks.block_mask_of(mod, q_len, kv_len, "cpu")
     assert ours.shape == (1, 1, q_len, kv_len)
     assert_torchs_tiles(ours)
-
-
-@pytest.mark.parametrize("name", catalog.CATALOG)
-def test_counts_are_of_pairs(name):
-    mod, q_len, kv_len = catalog.make(name, 90, CPU, **SMALL.get(name, {}))
-    exact = dense(mod, q_len, kv_len)
-    assert exact.any() and not exact.all()
-    for tile in (1, 7, 128):
-        counts = masks.nsa.tile_counts(mod, q_len, kv_len, CPU, tile)
-        assert counts.shape == (-(-q_len // tile), -(-kv_len // tile))
-        assert counts[0, 0] == exact[:tile, :tile].sum()
-        assert counts.sum() == exact.sum()

@@ -217,6 +217,15 @@ LAYERS = {
 }  # fmt: skip
 LAYER_ROWS = [("chunked", torch.float32)] + [("flex", torch.float32)] * CUDA
 if CUDA:
+    # local blocks in the window's launch, and not
+    LAYERS["layer"] |= {
+        f"window of {w} over local blocks, {heads}": dict(
+            num_initial_blocks=1, num_local_blocks=2, sliding_window_size=w, memory=0, heads=heads,
+            place=(900, 900),
+        )
+        for w in (63, 255)
+        for heads in [(16, 1, 64, 64), (32, 8, 64, 64)]
+    }  # fmt: skip
     for name in ("layer", "one softmax"):
         LAYERS[name] |= {
             f"640 tokens, {g} heads a group, {stride} tokens a ranking": dict(

@@ -94,14 +94,6 @@ def test_run_leaves_what_it_promises(trained):
     assert again.returncode == 0 and "finished at step 20" in again.stdout
 
 
-def test_commands_to_copy_quote_the_name_of_a_run(tmp_path, text):
-    options = ("--data", text, *TINY, "--steps", 1, "--sample-every", 0)
-    done = finished(in_process(tmp_path, "--name", "of a name", *options))
-    last = done.stdout.splitlines()[-1]
-    words = shlex.split(last.partition(": ")[2])
-    assert words[1:] == ["train_enwik8.py", "--sample", "runs/of a name", "--prompt", "TEXT"]
-
-
 def test_one_softmax(tmp_path, text):
     """From 2048 tokens on it is what a new run trains, with sizes of its own; and whenever it is
     asked for."""
@@ -120,10 +112,12 @@ def test_one_softmax(tmp_path, text):
         assert config.selection_block_size == expected["selection_block_size"]
     finished(in_process(tmp_path, "--resume", run.relative_to(tmp_path), "--steps", 2))
 
-    local = ["--attention", "one-softmax", "--local-layers", "0", "--name", "local"]
-    finished(in_process(tmp_path, "--data", text, *tiny, *plan, *local))
-    layers = load_model(tmp_path / "runs/local").layers
+    local = ["--attention", "one-softmax", "--local-layers", "0", "--name", "of a name"]
+    done = finished(in_process(tmp_path, "--data", text, *tiny, *plan, *local))
+    layers = load_model(tmp_path / "runs/of a name").layers
     assert [layer.config.ranks for layer, _ in layers] == [False, *[True] * (len(layers) - 1)]
+    command = shlex.split(done.stdout.splitlines()[-1].partition(": ")[2])
+    assert command[1:] == ["train_enwik8.py", "--sample", "runs/of a name", "--prompt", "TEXT"]
 
 
 @pytest.mark.parametrize(

@@ -43,17 +43,8 @@ def told_error(capsys, program="training.view"):
     return line.removeprefix(prefix)
 
 
-def test_options(folder, tmp_path, capsys):
-    out = tmp_path / "page.html"
-    out.write_text("of before")
-    options = ("--max-tokens", 50, "--queries", 7, "--layers", "layers.0.0", "--device", "cpu")
-    assert view(folder, "--out", out, *options) == 0
-    assert "50 tokens, the first of" in capsys.readouterr().out
-    data = content_of(out.read_text())
-    assert "".join(data["texts"]) == TEXT[:50] and len(data["positions"]) == 7
-
-
 def test_as_a_module(folder, capsys, monkeypatch):
+    """With a page of a name of its own, and with options over an older page."""
     monkeypatch.chdir(folder)
     monkeypatch.delitem(sys.modules, "training.view")
     monkeypatch.setattr(sys, "argv", ["", "runs/whole", "--text", "text", "--layers", "0"])
@@ -62,6 +53,11 @@ def test_as_a_module(folder, capsys, monkeypatch):
     assert told.out.startswith(f"view.html: {len(TEXT)} tokens; ") and told.err == ""
     data = content_of(out.read_text())
     assert "".join(data["texts"]) == TEXT and len(data["layers"]) == 1
+    options = ("--max-tokens", 50, "--queries", 7, "--layers", "layers.0.0", "--device", "cpu")
+    assert view(folder, "--out", out, *options) == 0
+    assert "50 tokens, the first of" in capsys.readouterr().out
+    data = content_of(out.read_text())
+    assert "".join(data["texts"]) == TEXT[:50] and len(data["positions"]) == 7
     out.unlink()
 
 

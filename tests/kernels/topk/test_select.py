@@ -1,10 +1,11 @@
-"""Rankings that are hard for the kernels: ties, lists that lose blocks, many tokens. The table
-(`tests/ops/test_table.py`) holds the others."""
+"""Rankings that are hard for the kernels: ties, lists that lose blocks, many tokens, integers. The
+table (`tests/ops/test_table.py`) holds the others."""
 
 import pytest
 import torch
 
 from native_sparse_attention import select_blocks
+from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.selections import RULES, SETTINGS, assert_right, draw, sizes
 
 pytest.importorskip("triton")
@@ -92,30 +93,6 @@ LARGEST = [
 ]
 
 
-INTEGERS = [
-    (128, sizes(1, 1, 64), dict(num_selected_blocks=16)),
-    (64, sizes(1, 1, 32), dict(num_selected_blocks=5, selection_stride=4)),
-    (128, sizes(4, 4, 128), dict(num_local_blocks=3, scale=-0.1)),
-    (32, sizes(1, 1, 128), dict(num_selected_blocks=8, query_heads_share_selected_kv=False)),
-    (128, sizes(1, 1, 64), dict(importance="head_max", num_selected_blocks=16)),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("form", ["sm90", "portable"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("D, size, settings", INTEGERS)
-def test_integers_of_8_bits(D, size, settings, dtype, form):
-    """To the bit the specification."""
-    call = SETTINGS | dict(importance="max", ranking_bits=8) | size | settings
-    for T, S, B, H, K in ((1300, 1300, 3, 16, 8), (200, 1100, 2, 4, 2), (40, 520, 1, 2, 2)):
-        q, ck, _ = draw(T, S, H, K, D, d=size["compress_block_sliding_stride"], dtype=dtype, B=B)
-        call |= dict(seq_len=S, q_offset=S - T)
-        right = select_blocks(q, ck, **call, backend="eager")
-        with launch.using({"largest_sm90": form == "sm90"}):
-            assert torch.equal(select_blocks(q, ck, **call, backend="triton"), right)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("D, size, settings", LARGEST)
@@ -129,3 +106,77 @@ def test_largest_keys_of_a_hopper(D, size, settings, dtype):
         q, ck, _ = draw(T, S, H, K, D, d=d, causal=causal, m=0, dtype=dtype, B=B)
         with launch.using({"largest_sm90": True}):
             assert_right(q, ck, None, S, **dict(importance="max") | size | settings)
+
+
+# rankings by 8-bit integers (`ranking_bits=8`), to the bit the same of every backend; layers that
+# rank so: test_block_indices.py
+
+EACH_HEAD = dict(query_heads_share_selected_kv=False)
+INTEGERS = [
+    (128, sizes(1, 1, 64), dict(num_selected_blocks=16)),
+    (64, sizes(1, 1, 32), dict(num_selected_blocks=5, selection_stride=4)),
+    (128, sizes(4, 4, 128), dict(num_local_blocks=3, scale=-0.1)),
+    (32, sizes(1, 1, 128), dict(num_selected_blocks=8, **EACH_HEAD)),
+    (128, sizes(1, 1, 64), dict(importance="head_max", num_selected_blocks=16)),
+]
+LENGTHS = (1300, 1300, 3, 16, 8), (200, 1100, 2, 4, 2), (40, 520, 1, 2, 2)
+if not CUDA:
+    INTEGERS = [
+        (32, sizes(1, 1, 32), dict(selection_stride=4)),
+        (24, sizes(4, 4, 16), dict(scale=-0.3, **EACH_HEAD)),
+        (16, sizes(8, 8, 4), dict(num_local_blocks=2)),
+        (16, sizes(1, 1, 8), dict(importance="head_max")),
+    ]
+    LENGTHS = (30, 150, 2, 6, 2), (30, 150, 2, 4, 4)
+
+
+@pytest.mark.parametrize("form", ["sm90", "portable"] if CUDA else ["portable"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16 if CUDA else torch.float32, torch.float16])
+@pytest.mark.parametrize("D, size, settings", INTEGERS)
+def test_integers_of_8_bits(D, size, settings, dtype, form):
+    """To the bit the specification."""
+    call = SETTINGS | dict(importance="max", ranking_bits=8) | size | settings
+    for T, S, B, H, K in LENGTHS:
+        q, ck, _ = draw(T, S, H, K, D, d=size["compress_block_sliding_stride"], dtype=dtype, B=B)
+        call |= dict(seq_len=S, q_offset=S - T)
+        right = select_blocks(q, ck, **call, backend="eager")
+        with launch.using({"largest_sm90": form == "sm90"}):
+            assert torch.equal(select_blocks(q, ck, **call, backend="triton"), right)
+        assert (right >= 0).any()
+
+
+def integers(x):
+    size = x.abs().max().clamp(min=1e-30) * (1 / 127)
+    return (x / size).round().to(torch.int64), size
+
+
+def by_hand(q, ck, i):
+    """The blocks of query i, of queries [g d] and windows [w d] of its KV head."""
+    queries, scores = integers(q)[0], {}
+    for c in range(1, i // 8):
+        keys, size = integers(ck[4 * c : 4 * c + 4])
+        scores[c] = (keys @ queries.T).max().to(torch.float32) * size
+    best = sorted(scores, key=lambda c: (-float(scores[c]), c))[:3]
+    return best + [-1] * (3 - len(best))
+
+
+@pytest.mark.parametrize("importance", ["max", "head_max"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_the_definition_of_8_bits(backend, dtype, importance):
+    """Of keys with large channels, in a sequence whose last block is partial."""
+    q, ck = torch.randn(2, 20, 4, 16, device=DEVICE), torch.randn(2, 65, 2, 16, device=DEVICE)
+    ck[..., 3] += 4
+    ck[:, 12:16] = 0  # and a block of zeros
+    q, ck = q.to(dtype), ck.to(dtype)
+    call = dict(
+        sizes(2, 2, 8), num_selected_blocks=3, num_initial_blocks=1, num_local_blocks=0,
+        importance=importance, ranking_bits=8, q_offset=110, seq_len=130,
+    )  # fmt: skip
+    found = select_blocks(q, ck, **call, backend=backend)
+    for b, t, h in ((0, 19, 0), (1, 0, 1), (0, 7, 1), (1, 13, 0)):
+        group = q[b, t, 2 * h : 2 * h + 2].float()
+        group = group.sum(0, keepdim=True) if importance == "max" else group
+        expected = by_hand(group.cpu(), ck[b, :, h].float().cpu(), 110 + t)
+        assert found[b, t, h].tolist() == expected
+    assert not torch.equal(found, select_blocks(q, ck, **call | dict(ranking_bits=16)))
