@@ -4,7 +4,7 @@ Layers that rank so: test_block_indices.py."""
 import pytest
 import torch
 
-from native_sparse_attention import select_blocks
+from native_sparse_attention import NSAConfig, nsa_cost, select_blocks
 from tests.helpers.budget import DEVICE, running
 
 kernels = pytest.mark.kernels
@@ -76,3 +76,14 @@ def test_tiles_that_share_groups(importance, form, D, s, n1):
         assert torch.equal(found < 0, expected < 0)
         sets = (t.sort(dim=-1).values for t in (found, expected))
         assert torch.eq(*sets).float().mean() > 0.98
+
+
+def test_cost():
+    def cost(**changes):
+        sizes = dict(SIZES, dim=32, dim_head=16, heads=4, kv_heads=2, causal=True, dense_length=0)
+        return nsa_cost(NSAConfig.preset("one-softmax", None, **sizes | changes), 4096).sparse
+
+    few, many = (cost(num_selected_groups=n) for n in (2, 40))
+    every = cost(compress_block_size=1, compress_block_sliding_stride=1)
+    assert few.attention_flops < many.attention_flops < every.attention_flops
+    assert few.step_bytes < many.step_bytes < every.step_bytes
