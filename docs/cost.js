@@ -84,7 +84,8 @@ function tokensRanked(i, c) {
 // the first of T queries that ranks blocks, T if none does: dense queries rank only for others that
 // share their rankings
 function firstRanking(T, c) {
-  if (c.branches.join() !== "selected" || c.selection_stride > 1) return 0;
+  if (c.branches.join() !== "selected") return 0;
+  if (c.selection_stride > 1) return T <= c.dense_length ? T : 0; // dense tokens rank for others
   const [s, local] = [c.selection_block_size, c.num_local_blocks];
   const covers = c.compress_block_sliding_stride <= s && (local > 0 || !c.causal) && !c.use_diff_topk;
   const blocks = c.num_initial_blocks + c.num_selected_blocks + (c.causal ? local : 0);

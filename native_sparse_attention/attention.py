@@ -532,8 +532,8 @@ class SparseAttention(Started):
             if call.has_masks() or documents is not None or is_given:
                 # the layer and its cache made all other tensors
                 call = functional.checked(call, settings)
-            if cache is None:
-                branches.warn_dense(call, settings)
+            if not (self._dense or is_given):
+                branches.warn_dense(call, config.for_functions)
             keep_slots = config.selection_stride > 1 or return_block_indices
             attend = branches.attend if self.context is None else self.context.attend
             out, indices = attend(call, settings, backend, keep_slots)

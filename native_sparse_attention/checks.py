@@ -63,7 +63,7 @@ def check_keywords(keywords: Iterable[str], accepted: Iterable[str]) -> None:
     names = list(accepted)
     for name in keywords:
         if name not in names:
-            similar = difflib.get_close_matches(name, names, n=1)
+            similar = difflib.get_close_matches(str(name), names, n=1)
             hint = f": did you mean {similar[0]}?" if similar else ""
             raise UnexpectedKeyword(f"got an unexpected keyword argument {name!r}{hint}")
 

@@ -85,7 +85,9 @@ def keys_read(i: Tensor, T: int, config: NSAConfig) -> Tensor:
 
 def first_ranking(T: int, config: NSAConfig) -> int:
     """The first of T queries that ranks blocks, T if none does: dense ones rank only for others."""
-    if config.branches != ("selected",) or config.selection_stride > 1:
+    if config.branches == ("selected",) and config.selection_stride > 1:
+        return T if config.dense_length >= T else 0  # dense tokens rank for others
+    if config.branches != ("selected",):
         return 0
     return T if config.dense_limit >= T else config.dense_length * config.causal
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .blocks import GROUP
 from .checks import as_int, check_branches, check_choice, check_int
 
 # of `NSAConfig` without sizes, `Transformer` and `NSAModelConfig`
@@ -57,6 +58,8 @@ def preset(
     if "dense_length" in settings.keys() - changes:
         # left out where settings that replace those of the preset exclude it
         stride = max(1, as_int(settings.get("selection_stride")) or 1)
+        if as_int(settings.get("num_selected_groups")):
+            stride = GROUP * max(1, as_int(settings["selection_block_size"]) or 1)
         is_one_softmax = check_branches(settings["branches"]) == ("selected",)
         if not is_one_softmax or settings["dense_length"] % stride:
             del settings["dense_length"]

@@ -151,7 +151,9 @@ def test_dense_attention_is_told_once(settings, reason):
         module(x[:, :20])
     assert len(told) == 1
     TOLD.clear()
-    cache = module(x[:, :20], return_cache=True)[1]
+    with pytest.warns(nsa.DenseAttentionWarning, match=reason):
+        cache = module(x[:, :20], return_cache=True)[1]
+    TOLD.clear()
     module(x[:, 20:21], cache=cache)
     module(x)
     if "dense_length" in settings:

@@ -126,6 +126,8 @@ def test_sizes_of_presets():
         one = NSAConfig.preset("one-softmax", length, **SHAPE)
         counts = one.num_selected_blocks, one.num_initial_blocks, one.num_local_blocks
         assert one.selection_block_size * sum(counts) == keys
+    groups = dict(selection_block_size=48, num_selected_groups=2, num_local_blocks=4)
+    assert NSAConfig.preset("one-softmax", **SHAPE, **groups).dense_length == 0
 
 
 def test_settings_that_exclude_a_dense_length_replace_it():

@@ -122,10 +122,11 @@ def test_operations_against_the_benchmarks():
 
 
 @pytest.mark.parametrize("T", [64, 65])
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_against_torch(name, T):
+@pytest.mark.parametrize(("name", "stride"), [*((name, 1) for name in PRESETS), (ONE_SOFTMAX, 4)])
+def test_presets_against_torch(name, stride, T):
     """At `dense_length` and above. SDPA counts the upper triangle too, eager PyTorch tiles."""
     few = dict(dense_length=64, num_selected_blocks=1, num_initial_blocks=0, num_local_blocks=1)
+    few |= dict(selection_stride=stride)
     shape, few = dict(dim=48, dim_head=16, heads=4, kv_heads=2), few if name == ONE_SOFTMAX else {}
     config = NSAConfig.preset(name, 1024, causal=True, **shape, **few)
     layer = SparseAttention.from_config(config)

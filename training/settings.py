@@ -15,11 +15,9 @@ from .errors import UserError
 from .options import Table, option
 from .runs import CHANGEABLE, CONFIG, locked, read_config, verify_config
 
-# tokens of a sequence from which on one softmax is the attention of a new run, but for lengths at
-# which docs/training.md has short windows ahead; and from which on a third of its layers rank
-# nothing
+# tokens of a sequence from which on one softmax is the attention of a new run: in shorter ones all
+# of it would be dense; and from which on a third of its layers rank nothing
 ONE_SOFTMAX_FROM, LOCAL_FROM = 2048, 16384
-SHORT_WINDOWS = range(8192, 16384 + 1)
 
 
 def new_settings(given: Namespace, table: Table) -> Namespace:
@@ -31,13 +29,10 @@ def new_settings(given: Namespace, table: Table) -> Namespace:
     length = getattr(given, "seq_len", usual["seq_len"])
     attention = getattr(given, "attention", usual["attention"])
     if attention == "auto":
-        three = length < ONE_SOFTMAX_FROM or length in SHORT_WINDOWS
-        attention = "sparse" if three else "one-softmax"
+        attention = "sparse" if length < ONE_SOFTMAX_FROM else "one-softmax"
     sizes: dict[str, Any] = {}
     if attention == "one-softmax":
         sizes = preset("one-softmax", length)
-    elif attention == "sparse" and length >= SHORT_WINDOWS.start:
-        sizes = preset("short-windows", length)
     usual |= {name: value for name, value in sizes.items() if name in table}
     usual |= vars(given) | dict(attention=attention)
     if usual["local_layers"] == "auto":

@@ -28,7 +28,17 @@ from ..ops.reference import Visibility
 from ..ops.triton.backend import why_not
 from ..varlen import Move
 from .cache import kept_means, rankings_of
-from .configuration import DEFAULTS, FIXED, KEY, NAME, REPLACED, drop_in_settings, layer_config
+from .configuration import (
+    CONVERTED_KEY,
+    DEFAULTS,
+    FIXED,
+    KEY,
+    NAME,
+    NAMES,
+    REPLACED,
+    drop_in_settings,
+    layer_config,
+)
 from .mask import NSAMask, check_call, check_layers, nsa_mask
 
 Model = TypeVar("Model")
@@ -38,6 +48,9 @@ GIVEN_BLOCKS: dict[str, Any] = GIVEN | dict(
     num_initial_blocks=0, num_local_blocks=0, selection_stride=1, dense_length=0,
     compress_block_size=1, compress_block_sliding_stride=1,
 )  # fmt: skip
+
+# sizes of an `NSAConfig` by their names in a model's configuration
+SHAPE = {name: NAMES[name] for name in ("dim", "dim_head", "heads", "kv_heads")}
 
 
 def attention(
@@ -54,6 +67,9 @@ def attention(
     these blocks of `module.indexer.block_size` slots alone, and settings of a selection have no
     effect."""
     (B, _, T, _), S, is_window = query.shape, key.shape[2], sliding_window is not None
+    if not is_window and getattr(module.config, CONVERTED_KEY, None):
+        expected = "loaded by load_converted, as convert made it"
+        raise refusal("model", expected, got=f"{type(module).__name__} in place of its layers")
     mask = NSAMask(S) if attention_mask is None else attention_mask
     context = getattr(module, "context", None)  # of distributed.parallelize: tokens are a shard
     if context is not None:  # it gave the positions
@@ -226,6 +242,11 @@ def use_sparse_attention(
     if isinstance(user, Mapping):
         settings, user = {**user, **settings}, None
     shared = settings.pop("share_ranking", None)
+    if isinstance(user, NSAConfig):
+        for name, attribute in SHAPE.items():
+            size = getattr(decoder.config, attribute, None)
+            if size is not None and getattr(user, name) != size:
+                raise refusal(name, f"{size}, which the model decides", getattr(user, name))
     layer = layer_config(user, settings, DEFAULTS, FIXED)
     check_choice("importance", layer.importance, IMPORTANCE_RULES)
     if shared is not None:
@@ -233,7 +254,7 @@ def use_sparse_attention(
         kinds = getattr(decoder.config, "layer_types", None) or ["full_attention"] * depth
         full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
         check_share_ranking(shared, full, depth)
-        shared = sorted(i % depth for i in shared)
+        shared = sorted({int(i) % depth for i in shared})
     if decoder.config._attn_implementation != NAME:
         replaced = decoder.config._attn_implementation
     kept = layer.values_of(*DEFAULTS) | {REPLACED: replaced, "share_ranking": shared}

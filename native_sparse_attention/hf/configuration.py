@@ -23,7 +23,7 @@ from ..checks import (
     refusal,
 )
 from ..config import GIVEN, LOCAL, AttentionConfig, NSAConfig
-from ..presets import RECOMMENDED, preset
+from ..presets import PRESETS, RECOMMENDED, preset
 from ..ranking import WEIGHTS
 
 # the name of the attention implementation
@@ -168,6 +168,8 @@ class NSAModelConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **options: Any) -> None:
+        if inner := sorted(options.keys() & SETTINGS.keys()):
+            raise refusal(inner[0], "a setting in nsa", options[inner[0]])
         self.check()
         for name, value in ABSENT.items():
             if (got := options.get(name)) not in (None, value):
@@ -204,8 +206,11 @@ class NSAModelConfig(PreTrainedConfig):
             raise refusal("head_dim", "even for rotary embedding", self.head_dim)
         for name in ("rms_norm_eps", "rope_theta"):
             setattr(self, name, check_factor(name, getattr(self, name)))
-        check_number("initializer_range", self.initializer_range, "in [0, 1]", 0.0, 1.0)
-        for name in ("qkv_bias", "out_bias", "qk_norm", "tie_word_embeddings"):
+        deviation = check_number("initializer_range", self.initializer_range, "in [0, 1]", 0.0, 1.0)
+        self.initializer_range = deviation
+        if self.pad_token_id is not None:
+            self.pad_token_id = check_int("pad_token_id", self.pad_token_id, 0, self.vocab_size)
+        for name in ("qkv_bias", "out_bias", "qk_norm", "tie_word_embeddings", "use_cache"):
             setattr(self, name, check_bool(name, getattr(self, name)))
         for name in ("dense_layers", "local_layers"):
             setattr(self, name, check_layers(name, getattr(self, name), self.num_hidden_layers))
@@ -257,5 +262,6 @@ class NSAModelConfig(PreTrainedConfig):
             if form is None and length is not None:
                 raise ValueError(f"length in nsa goes with a preset, got {describe(length)} alone")
             if form is not None:
+                check_choice("preset in nsa", form, PRESETS)
                 nsa = preset(form, self.max_position_embeddings if length is None else length, nsa)
         return layer_config(nsa, {}, SETTINGS, self.widths, "nsa")

@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import SparseAttention
-from ..checks import check_choice, check_factor, check_ints, check_model, refusal
+from ..checks import (
+    check_choice,
+    check_factor,
+    check_generator,
+    check_ids,
+    check_ints,
+    check_model,
+    check_type,
+    refusal,
+)
+from ..ranking import WEIGHTS
 from ..recipes import ranking_alone
 from .modeling import ranking_losses
 
@@ -55,10 +65,19 @@ def distill(
     check_ints(1, steps=steps, batch_size=batch_size, ranking_queries=ranking_queries)
     lr = check_factor("lr", lr)
     check_choice("stage", stage, ("ranking", "all"))
+    check_choice("ranking_weights", ranking_weights, WEIGHTS)
     check_model(model)
+    check_generator(generator)
+    if teacher is not None:
+        check_type("teacher", teacher, nn.Module, "an nn.Module or None")
     layers = [module for module in model.modules() if isinstance(module, SparseAttention)]
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 2:
-        raise refusal("ids", "[N, T] integers", ids)
+    if not layers:
+        expected = "one of convert(model) or an NSAModel, with layers of importance='index'"
+        raise refusal("model", expected, got=f"a {type(model).__name__} without")
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: nn.Identity())()
+    ids = check_ids("ids", ids, embedding)
+    if ids.is_meta:
+        raise refusal("ids", "a tensor with values", ids)
     is_alone, minimum = stage == "ranking", 0
     for c in (layer.config for layer in layers):
         blocks = c.num_initial_blocks + max(1, c.num_local_blocks) + 2

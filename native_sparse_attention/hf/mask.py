@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.utils import TransformersKwargs
 
 from .. import varlen
-from ..checks import INDEX_DTYPES, check_tensor, describe, refusal
+from ..checks import INDEX_DTYPES, INTEGER_DTYPES, check_keywords, check_tensor, describe, refusal
 from ..config import AttentionConfig
 from .configuration import CONVERTED_KEY, KEY, NAME, drop_in_settings
 
@@ -29,6 +30,11 @@ REFUSED = {
     "output_attentions": "output_attentions must be False with sparse attention, got {}",
     "position_bias": "position_bias must be None with sparse attention, got a bias of logits",
 }
+# what models pass to their layers, or on from their callers
+KNOWN = {
+    *TransformersKwargs.__annotations__, *REFUSED, *DOCUMENTS, "position_ids", "shift_labels",
+    "use_cache",
+}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -150,6 +156,8 @@ def check_call(
         value = options.get(name)
         if isinstance(value, Tensor) or value:
             raise ValueError(message.format(value))
+    check_keywords([name for name, value in options.items() if value is not None], KNOWN)
+    check_tensor("position_ids", options.get("position_ids"), INTEGER_DTYPES, device)
     is_causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         got = f"False in {type(module).__name__}"
@@ -157,6 +165,9 @@ def check_call(
     if not isinstance(mask, NSAMask):
         got = f"{describe(mask)}: {HINT}"
         raise refusal("attention_mask", "[B, S] with sparse attention", got=got)
+    for name in DOCUMENTS:
+        shape = rows if name == "seq_idx" else None
+        check_tensor(name, options.get(name), INDEX_DTYPES, device, shape)
     values = [options.get(name) for name in ("use_cache", "position_ids", *DOCUMENTS)]
     return mask.share(name_documents, rows, device, *values)  # type: ignore[no-any-return]
 
@@ -170,7 +181,6 @@ def name_documents(
     for name, ids in zip(DOCUMENTS, values, strict=True):
         if ids is None:
             continue
-        check_tensor(name, ids, INDEX_DTYPES, device, rows if name == "seq_idx" else None)
         if is_cached or mask.visible is not None or mask.length != T:
             raise ValueError(f"{name} must be None over a cache, got documents: {HINT}")
         if name != "seq_idx":

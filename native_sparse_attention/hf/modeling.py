@@ -22,8 +22,18 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from ..attention import SparseAttention
-from ..checks import check_keywords, check_model
-from ..ranking import sampled
+from ..checks import (
+    INTEGER_DTYPES,
+    check_choice,
+    check_ids,
+    check_int,
+    check_keywords,
+    check_model,
+    check_tensor,
+    check_type,
+    refusal,
+)
+from ..ranking import WEIGHTS, sampled
 from ..rotary import Rotary
 from .cache import layer_of
 from .configuration import NAME, NSAModelConfig
@@ -130,6 +140,9 @@ def ranking_losses(model: nn.Module, queries: Tensor, weights: str = "output") -
         ValueError: a model without layers of `importance="index"`, or in such a context already.
     """
     check_model(model)
+    if not isinstance(queries, Tensor) or queries.dtype not in INTEGER_DTYPES or queries.ndim != 1:
+        raise refusal("queries", "positions [m], a tensor of integers", queries)
+    check_choice("weights", weights, WEIGHTS)
     modules = [module for module in model.modules() if isinstance(module, NSAAttention)]
     layers = [module for module in modules if module.attention.to_index is not None]
     if not layers:
@@ -211,6 +224,7 @@ class NSAModel(NSAPreTrainedModel, LlamaModel):
     """Embedding, layers with a `SparseAttention` of the settings in `config.nsa`, and a norm."""
 
     def __init__(self, config: NSAModelConfig):
+        check_type("config", config, NSAModelConfig, "an NSAModelConfig")
         config.check()
         super(LlamaModel, self).__init__(config)  # not a Llama's own attention
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
@@ -236,6 +250,10 @@ class NSAModel(NSAPreTrainedModel, LlamaModel):
         check_keywords(arguments, [*TransformersKwargs.__annotations__, *others])
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and "ranking" not in arguments
+        if input_ids is not None:
+            input_ids = check_ids("input_ids", input_ids, self.embed_tokens)
+        if not isinstance(attention_mask, (Tensor, NSAMask, type(None))):
+            raise refusal("attention_mask", "a tensor [B, S] or None", attention_mask)
         x = input_ids if inputs_embeds is None else inputs_embeds
         has_cache = use_cache or arguments.get("cache", arguments.get("past_key_values"))
         if not has_cache and attention_mask is None and position_ids is None and x is not None:
@@ -287,11 +305,20 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
             plus `ranking_loss`. Without labels `loss` is None, and 0 if none of them is predicted.
         """
         targets, weight = arguments.get("shift_labels"), None
+        x: Any = input_ids if inputs_embeds is None else inputs_embeds
+        if ranking_weights is not None:
+            check_choice("ranking_weights", ranking_weights, WEIGHTS)
+        for name, given in (("labels", labels), ("shift_labels", targets)):
+            if given is not None:
+                device: Any = getattr(given, "device", None)  # the logits', under a device_map
+                check_tensor(name, given, INTEGER_DTYPES, device, tuple(x.shape[:2]))
         labels = targets if labels is None else labels
         if labels is not None:
-            targets = F.pad(labels[..., 1:], (0, 1), value=-100) if targets is None else targets
-            arguments["shift_labels"], predicted = targets.contiguous(), targets.ne(-100).sum()
-            count = arguments.get("num_items_in_batch")
+            targets = F.pad(labels, (0, 1), value=-100)[:, 1:] if targets is None else targets
+            targets = arguments["shift_labels"] = targets.long().contiguous()
+            count, predicted = arguments.get("num_items_in_batch"), targets.ne(-100).sum()
+            if count is not None and not isinstance(count, Tensor):
+                count = check_int("num_items_in_batch", count, 0, 2**62)
             count = predicted if count is None else torch.as_tensor(count, device=labels.device)
             arguments["num_items_in_batch"] = count = count.masked_fill(count == 0, 1)
             weight = predicted / count
@@ -301,7 +328,6 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
         if ranking_queries is not None:
             if rule != "index":
                 raise ValueError(f"ranking_queries goes with importance='index', got {rule!r}")
-            x: Any = input_ids if inputs_embeds is None else inputs_embeds
             queries = sampled(ranking_queries, x.shape[1], None, x.device)
             weights = ranking_weights or self.config.ranking_weights
             ranking = arguments["ranking"] = Ranking(queries, weights)

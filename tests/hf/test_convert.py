@@ -112,6 +112,9 @@ def test_saved_model_loads(family, form, tmp_path):
     for load in (transformers.AutoModelForCausalLM, type(model)):  # not with random attention
         with pytest.raises(ValueError, match="native_sparse_attention.hf.load_converted.*not supp"):
             load.from_pretrained(tmp_path)
+    wrong = type(model).from_pretrained(tmp_path, attn_implementation="nsa")
+    with pytest.raises(ValueError, match="model must be loaded by load_converted"):
+        wrong(text)
     loaded = load_converted(tmp_path)
     file = tmp_path / "config.json"
     saved = json.loads(file.read_text())

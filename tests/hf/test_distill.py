@@ -151,14 +151,25 @@ def test_bad_input_is_refused():
         (dict(ranking_queries=0), "ranking_queries must be"),
         (dict(teacher=tiny()), "teacher must be None"),
         (dict(stage="all", teacher=model), "teacher must .* have layers of its own"),
-        (dict(ids=["text"]), "ids must be .N, T. integers"),
-        (dict(ids=text.float()), "ids must be .N, T. integers"),
+        (dict(stage="all", teacher="x"), "teacher must be an nn.Module or None, got 'x'"),
+        (dict(generator=3), "generator must be a torch.Generator or None, got 3"),
+        (dict(ids=["text"]), "ids must be a tensor of integers"),
+        (dict(ids=text.float()), "ids must be a tensor of integers"),
+        (dict(ids=text + 64), "ids must be token ids from 0 to 63"),
+        (dict(ids=text.to("meta")), "ids must be a tensor with values"),
+        (dict(model=torch.nn.Identity()), "model must be one of convert.* got a Identity without"),
         (dict(ids=text[:, :15]), "rows of 16 tokens"),
-        (dict(model=tiny()), "layers that rank by importance='index', got none in a Llama"),
+        (dict(model=tiny()), "with layers of importance='index', got a LlamaForCausalLM without"),
         (dict(model=convert(tiny(), **SPARSE, importance="max")), "importance='index'"),
     ):
         with pytest.raises(ValueError, match=message):
             distill(**TRAIN | dict(model=model, ids=text) | given)
+    for given in (8, torch.rand(4), torch.ones(1, 4).long()):
+        with (
+            pytest.raises(ValueError, match="queries must be positions"),
+            ranking_losses(model, given),
+        ):
+            pass
     with ranking_losses(model, torch.arange(4)):
         with pytest.raises(ValueError, match="got a second one"):
             train(model, text)

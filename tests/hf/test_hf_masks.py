@@ -76,6 +76,12 @@ BOUNDS = torch.tensor([0, 13, 31])
         (dict(seq_idx=torch.arange(31)), r"seq_idx must be int.* of shape \[1, 31\]"),
         (dict(seq_idx=torch.zeros(1, 31).int(), position_ids=torch.arange(31)[None] % 20),
          "position_ids must count up by 1 within each sequence"),
+        (dict(cu_seq_lens_q=[0, 31]), r"cu_seq_lens_q must be int32 or int64 on cpu, got"),
+        (dict(position_ids=torch.rand(1, 31)), "position_ids must be integers on cpu, got"),
+        # of the functions of this library, and of nobody
+        (dict(segment_ids=BOUNDS[None]), "unexpected keyword argument 'segment_ids'"),
+        (dict(documents=BOUNDS), "unexpected keyword argument 'documents'"),
+        (dict(head_mask=BOUNDS), "unexpected keyword argument 'head_mask'"),
     ],
 )  # fmt: skip
 @torch.no_grad()

@@ -104,6 +104,24 @@ def test_calls_of_another_form_are_refused():
     for given, message in (
         ({}, "exactly one of input_ids or inputs_embeds"),
         (dict(input_ids=text, ranking_queries=4), "ranking_queries goes with importance='index'"),
+        (
+            dict(input_ids=text, ranking_weights=0),
+            "ranking_weights must be one of 'output', 'mass'",
+        ),
+        (dict(input_ids=text + 64), "input_ids must be token ids from 0 to 63"),
+        (dict(input_ids=text.float()), "input_ids must be a tensor of integers"),
+        (dict(input_ids=text, labels=text[0]), r"labels must be integers of shape \[1, 12\]"),
+        (dict(input_ids=text, labels=text.float()), r"labels must be integers of shape \[1, 12\]"),
+        (dict(input_ids=text, labels="x"), r"labels must be integers of shape \[1, 12\]"),
+        (dict(input_ids=text, shift_labels=text[0]), "shift_labels must be integers of shape"),
+        (dict(input_ids=text, attention_mask="x"), "attention_mask must be a tensor"),
+        *[
+            (
+                dict(input_ids=text, labels=text, num_items_in_batch=n),
+                "num_items_in_batch must be an",
+            )
+            for n in (-1, True, 1.5, float("nan"), 1j)
+        ],
     ):
         with pytest.raises(ValueError, match=message):
             model(**given)
@@ -151,11 +169,15 @@ def test_settings_are_those_of_the_preset_and_go_through_json(tmp_path):
         (dict(rope_scaling=dict(rope_type="yarn")), "rope_scaling must be None, .* got {"),
         (dict(hidden_act="gelu"), "hidden_act must be 'silu', .* got 'gelu'"),
         (dict(nsa=3), "nsa must be an NSAConfig, .* got 3"),
-        (dict(nsa="dense"), "must be one of 'published', 'paper', .* 'one-softmax', got 'dense'"),
+        (dict(nsa="dense"), "preset in nsa must be one of 'published', .*softmax', got 'dense'"),
         (dict(nsa=dict(heads=2)), "heads must be 4, which the model decides, got 2"),
         (dict(nsa=NSAConfig(dim=32, dim_head=16, heads=4)), "dim_head must be 8, .* got 16"),
         (dict(nsa=dict(blocks=4)), "unexpected keyword argument 'blocks'"),
         (dict(nsa=dict(length=4)), "length in nsa goes with a preset, got 4"),
+        (dict(num_selected_blocks=3), "num_selected_blocks must be a setting in nsa, got 3"),
+        (dict(pad_token_id="x"), "pad_token_id must be an integer of at least 0, got 'x'"),
+        (dict(pad_token_id=64), "pad_token_id must be an integer .* below 64, got 64"),
+        (dict(use_cache="x"), "use_cache must be True or False, got 'x'"),
         (dict(ranking_queries=8), "ranking_queries goes with importance='index' in nsa, got 8"),
         (dict(nsa=FORMS["index"], ranking_weights="sum"), "ranking_weights must be one of"),
     ],

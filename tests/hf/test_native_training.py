@@ -77,7 +77,7 @@ def test_a_batch_without_labels_teaches_nothing():
     for given in (
         batch,
         batch | dict(num_items_in_batch=0),
-        dict(input_ids=ids[:, :1], labels=ids[:, :1]),
+        dict(input_ids=ids[:, :1], labels=ids[:, :1].int()),
     ):
         out, found = gradients(model, given)
         assert out.loss == 0 and found.keys() == {name for name, _ in model.named_parameters()}

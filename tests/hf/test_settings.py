@@ -7,14 +7,15 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from native_sparse_attention import DenseAttentionWarning, NSAConfig
-from native_sparse_attention.hf import use_dense_attention, use_sparse_attention
+from native_sparse_attention.hf import convert, use_dense_attention, use_sparse_attention
 from native_sparse_attention.ops import branches
-from tests.helpers.tiny_models import SIZES, SPARSE, close, of_parts, prompts, tiny
+from tests.helpers.tiny_models import SIZES, SPARSE, close, native, of_parts, prompts, tiny
 
 MESSAGES = [
     (dict(selection_block=4), "unexpected keyword argument 'selection_block': did you mean"),
@@ -24,6 +25,7 @@ MESSAGES = [
     (dict(soft_cap=3.0), "soft_cap must be None, which the model decides, got 3.0"),
     (dict(compress_block_size=3), "must divide one another, got 64 and 3"),
     (dict(dim=32), "unexpected keyword argument 'dim'"),
+    (dict(config={1: 2}), "unexpected keyword argument 1"),
 ]
 
 
@@ -43,6 +45,11 @@ def test_dense_attention_is_told_once():
         for _ in range(2):
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
     assert [warning.category for warning in told] == [DenseAttentionWarning]
+    # over caches, too
+    for other in (convert(tiny()), native(dict(preset="one-softmax"))):
+        branches.TOLD.clear()
+        with pytest.warns(DenseAttentionWarning, match="up to 8192 tokens"):
+            other(ids)
 
 
 def test_a_config_gives_settings():
@@ -50,14 +57,19 @@ def test_a_config_gives_settings():
     kept = model.config.nsa_config
     assert kept["selection_block_size"] == 32 and kept["num_selected_blocks"] == 16
     assert kept["compress_block_size"] == kept["compress_block_sliding_stride"] == 8
-    form = dict(dim=32, dim_head=8, heads=4, branches=("selected",), causal=True)
+    form = dict(dim=32, dim_head=8, heads=4, kv_heads=2, branches=("selected",), causal=True)
     config = NSAConfig(**form, rank_rotated=True, compress_block_size=1, importance="max")
-    use_sparse_attention(model, config, num_selected_blocks=3)
+    use_sparse_attention(model, config, num_selected_blocks=3, share_ranking=[np.int64(-2)])
+    assert json.loads(model.config.to_json_string())["nsa_config"]["share_ranking"] == [0]
     assert model.config.nsa_config["num_selected_blocks"] == 3
     assert model.config.nsa_config["importance"] == "max"
     assert model.config.nsa_config["num_local_blocks"] == 1
     with pytest.raises(ValueError, match="branches must be .*, which the model decides"):
         use_sparse_attention(model, NSAConfig(**form | dict(branches=("selected", "window"))))
+    for wrong in (dict(heads=8), dict(kv_heads=4), dict(dim=64), dict(dim_head=16)):
+        (name,) = wrong
+        with pytest.raises(ValueError, match=f"{name} must be .*, which the model decides, got"):
+            use_sparse_attention(model, NSAConfig(**form | wrong, rank_rotated=True))
     with pytest.raises(ValueError, match="config must be an NSAConfig, a dict of settings or None"):
         use_sparse_attention(model, 64)
 

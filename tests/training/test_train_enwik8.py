@@ -125,7 +125,7 @@ def test_one_softmax(tmp_path, text):
     [
         (dict(seq_len=2047), "sparse", "none"),
         (dict(seq_len=2048), "one-softmax", "none"),
-        (dict(seq_len=8192), "sparse", "none"),
+        (dict(seq_len=8192), "one-softmax", "none"),
         (dict(seq_len=16385), "one-softmax", "1,3"),
         (dict(seq_len=16385, depth=2), "one-softmax", "none"),
         (dict(seq_len=16384, attention="one-softmax"), "one-softmax", "1,3"),
@@ -138,10 +138,9 @@ def test_one_softmax(tmp_path, text):
 def test_attention_and_layers_that_rank_nothing(given, attention, local):
     cfg = new_settings(Namespace(device="cpu", **dict(depth=6) | given), script.SETTINGS)
     assert (cfg.attention, cfg.local_layers) == (attention, local)
-    name = "short-windows" if attention == "sparse" else attention
-    sizes = {} if attention == "dense" else preset(name, given["seq_len"])
-    if attention == "sparse" and given["seq_len"] < 8192:
-        sizes = {name: row[1] for name, row in script.SETTINGS.items() if name in sizes}
+    sizes = preset("one-softmax", given["seq_len"]) if attention == "one-softmax" else {}
+    if attention == "sparse":
+        sizes = {name: row[1] for name, row in script.SETTINGS.items() if "block" in name}
     assert all(vars(cfg)[name] == sizes[name] for name in vars(cfg).keys() & sizes.keys())
 
 

@@ -602,7 +602,7 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
     selected_split, num_selected = block_splits(tokens, selected, blocks_per_tile)
     window += fuse_local
     partials = cmp_partials + window + num_selected
-    splits, columns = next_power_of_2(partials), settings["BLOCK_E"]
+    splits, columns = next_power_of_2(max(1, partials)), settings["BLOCK_E"]
     reduce_rows = max(1, min(REDUCE_ROWS, REDUCE_ELEMENTS // (splits * columns)))
     reduce_columns = max(16, min(columns, REDUCE_ELEMENTS // splits))
     reduce_programs = cdiv(T * (H // K), reduce_rows) * cdiv(E, reduce_columns)
@@ -684,6 +684,12 @@ def decode(call: calls.Call, config: AttentionConfig) -> Tensor:
         tokens = step.shape_of(call).tokens
         call = call.but(block_indices=keep_valid_blocks(selection, tokens).block_indices)
     shape = step.shape_of(call)
+    # no tile has room for blocks that do not exist
+    most, counts = cdiv(shape.tokens, config.selection_block_size), dict[str, int]()
+    for name in ("num_initial_blocks", "num_local_blocks"):
+        if getattr(config, name) > most:
+            counts[name] = most
+    config = config.but(**counts) if counts else config
     out = call.q.new_empty(shape.B, shape.T, shape.H, shape.E)
     if out.numel() == 0:
         return out

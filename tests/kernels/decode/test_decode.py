@@ -125,6 +125,8 @@ CASES = {
     "pages, probs, cap, sinks": dict(
         page=8, window=True, T=3, importance="probs", soft_cap=2.0, sinks=True, heads=(4, 2, 16, 16)
     ),
+    "no blocks": dict(ONE, num_selected_blocks=0, num_local_blocks=0, num_initial_blocks=0),
+    "more forced blocks than there are": dict(num_initial_blocks=2**20, num_local_blocks=2**20),
     "forced blocks": dict(heads=(3, 1, 24, 16), num_initial_blocks=1, num_local_blocks=2),
     "wide window, pages": dict(
         num_initial_blocks=1, num_local_blocks=2, sliding_window_size=29, page=16, counts=(2, 1)
