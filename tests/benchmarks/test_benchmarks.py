@@ -1,6 +1,7 @@
 """What is timed: oracles refuse what is wrong, and counts are right."""
 
 import dataclasses
+import re
 from argparse import Namespace
 
 import pytest
@@ -10,6 +11,7 @@ from benchmarks import against, attention, clock, common, decode, oracle
 from benchmarks.oracle import WrongResult
 from benchmarks.providers import Ours
 from benchmarks.providers import providers as known_providers
+from native_sparse_attention.compress import MeanPool
 
 pytestmark = pytest.mark.usefixtures("nothing_to_release")
 
@@ -223,3 +225,14 @@ def test_a_tree_that_fails(tmp_path):
     args = Namespace(benchmark="clock", device="cpu", quick=True, options=[])
     rows = against.times_of(tmp_path, args)
     assert rows == {"all of clock": {"failed": "ValueError: why"}}
+
+
+def test_settings_of_whole_models():
+    """docs/performance.md names those that `clock` times."""
+    text = re.sub(r"\s+", " ", clock.PAGE.read_text("utf-8"))
+    told = re.findall(r'`(?:NSAConfig\.)?preset\("([a-z-]+)", length(?:, ([^)]*))?\)`', text)
+    found = {name: dict(re.findall(r'(\w+)="(\w+)"', more)) for name, more in told}
+    (one, nothing), (three, changes) = (clock.FORMS[n] for n in ("one softmax", "three branches"))
+    assert found[one] == nothing == {}
+    assert isinstance(changes["compress_mlp"], MeanPool) and "with `MeanPool`" in text
+    assert found[three] == {n: v for n, v in changes.items() if n != "compress_mlp"}

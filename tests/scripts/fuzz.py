@@ -38,7 +38,8 @@ def run_call(rng: random.Random) -> str:
     K, width, d = pick((1, 2, 3)), pick(WIDTHS), pick((1, 2, 4, 6, 8, 16, 32))
     heads = (K * pick(GROUPS), K, width, pick((width, pick(WIDTHS))))
     s = pick([s for s in (d, 2 * d, 3 * d, 8, 16, 64, 128) if s % d == 0 and s <= 128])
-    forced = dict(num_initial_blocks=pick((0, 0, 1, 3)), num_local_blocks=pick((0, 1, 1, 2, 5)))
+    initial, local = (0, 0, 1, 3, 40), (0, 1, 1, 2, 5, 40)
+    forced = dict(num_initial_blocks=pick(initial), num_local_blocks=pick(local))
     ranking: dict[str, Any] = forced | dict(
         compress_block_size=d * pick((1, 1, 2, 3)), compress_block_sliding_stride=d,
         selection_block_size=s, num_selected_blocks=pick((0, 1, 2, 3, 8, 13, 16, 17, 32, 33, 64)),
