@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..attention import SparseAttention
-from ..checks import check_factor, check_share_ranking, refusal
+from ..checks import check_branches, check_factor, check_share_ranking, refusal
 from ..compress import MeanPool
 from ..config import GIVEN, NSAConfig
 from ..initialization import assign, gate_linear
@@ -168,7 +168,7 @@ def sparse_layer(
     )  # fmt: skip
 
     branches = user_settings.get("branches", getattr(user, "branches", ("selected",)))
-    is_alone = branches in (("selected",), ["selected"])
+    is_alone = check_branches(branches) == ("selected",)
     defaults = SETTINGS | (ONE_SOFTMAX if is_alone else BRANCHES) | dict(index_heads=K)
     config = layer_config(user, user_settings, defaults, decided)
     first = "window" if "window" in config.branches else "selected"

@@ -133,7 +133,7 @@ def decode_attention(
         counters=counters, ranking=ranking,
     )  # fmt: skip
     call = check_step(call, config)
-    if backend == "auto" and q.is_cuda:
+    if isinstance(backend, str) and backend == "auto" and q.is_cuda:
         backend = ("triton", "eager")  # flex has no form of it
     if dispatch.choose(backend, "decode_attention", call, config) == "eager":
         out, indices = decode_eagerly(config, call, return_block_indices)

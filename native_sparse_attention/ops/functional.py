@@ -481,8 +481,9 @@ def select_blocks(
         q_offset=q_offset, seq_len=seq_len,
     )  # fmt: skip
     call = checked(call, config, is_layer=False)
-    # flex_attention cannot rank
-    name = dispatch.choose("eager" if backend == "flex" else backend, "select_blocks", call, config)
+    if isinstance(backend, str) and backend == "flex":  # it cannot rank
+        backend = "eager"
+    name = dispatch.choose(backend, "select_blocks", call, config)
     indices = dispatch.MODULES[name].select_blocks(call, config)
     return (indices, selection_gates(call, config, indices)) if return_gates else indices
 

@@ -126,7 +126,7 @@ def bad_values(name, parameter, base):
         if annotation in (kind, f"{kind} | None"):
             return [value for value in values if value is not None or "None" not in annotation]
     if annotation.startswith("str"):
-        return ["nothing", 3]
+        return ["nothing", 3, np.array([1, 2])]
     if "Tensor | None" in annotation and "int" not in annotation:
         return ["x", [1.0], torch.zeros(1, 1, 1, 1, 7, device="meta")]
     return []
