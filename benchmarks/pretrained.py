@@ -327,7 +327,7 @@ def measure(model: Network, corpus: Corpus, T: int, plan: Plan) -> list[Row]:
     for s in dict.fromkeys(rule.s for rule in plan.rules if rule.s):
         checked = functools.partial(check, model, s, texts, of_dense)
         apart[s] = common.attempt(checked, model.device)
-    # two stages rank from the first query of a group on, what is watched begins anywhere
+    # two stages need the first query of a group, and what is watched begins anywhere
     rules = [r for r in plan.rules if r.n and not r.groups and "failed" not in apart[r.s]]
     mass = FarMass(rules)
     with model.attending(None, mass), torch.no_grad():

@@ -310,7 +310,8 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
             check_choice("ranking_weights", ranking_weights, WEIGHTS)
         for name, given in (("labels", labels), ("shift_labels", targets)):
             if given is not None:
-                device: Any = getattr(given, "device", None)  # the logits', under a device_map
+                # any device: labels lie with the logits, which may be on another one than ids
+                device: Any = getattr(given, "device", None)
                 check_tensor(name, given, INTEGER_DTYPES, device, tuple(x.shape[:2]))
         labels = targets if labels is None else labels
         if labels is not None:
