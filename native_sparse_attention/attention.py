@@ -474,9 +474,9 @@ class SparseAttention(Started):
         }
         ring = leaders = None
         if self.context is not None:
-            tensors |= self.context.gather_keys(tensors, raw, networks, config, documents, backend)
+            tensors |= self.context.gather_keys(tensors, raw, networks, config, documents)
         elif cache is None:
-            tensors |= compress_sequences(raw, networks, config, documents, backend)
+            tensors |= compress_sequences(raw, networks, config, documents)
         else:
             new = {name: t for name, t in tensors.items() if name not in ("q", "cq")}
             tensors |= cache.append(new, tokens, saved=saved)

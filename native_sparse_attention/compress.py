@@ -8,15 +8,15 @@ weights receive zero gradients.
 
 Each token lies in l / stride windows, and windows with positions are copies. Means and sums
 therefore also have `compress_segments(segments, m)`, which computes the same result from segments
-[b h segments stride d] of the sequence, m = l / stride per window.
+[b h w stride d] of the sequence: window w is segment w and the m - 1 before it, m = l / stride.
 
 Weights are named as in the published package native-sparse-attention-pytorch 0.2.3.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from .compat import free_size, is_exporting, no_autocast
 from .config import NSAConfig
 from .initialization import Started, StartedLinear
 from .ops.reference import upcast
-from .ops.triton.elementwise import compress_mean, compress_means
 from .varlen import Documents
 
 
@@ -59,7 +58,7 @@ def default_compress_mlp(
         linears = nn.Linear(dim, dim_hidden), nn.Linear(dim_hidden, dim_head)
     else:
         linears = (
-            StartedLinear(dim, dim_hidden, partial(start_units, dim_head)),
+            StartedLinear(dim, dim_hidden, functools.partial(start_units, dim_head)),
             StartedLinear(dim_hidden, dim_head, start_output),
         )
     flatten = Rearrange("b h w l d -> b h w (l d)")
@@ -91,11 +90,9 @@ def start_identity(weight: Tensor) -> tuple[Tensor]:
 
 def windows_summed(segments: Tensor, m: int) -> Tensor:
     """Sums of tokens over windows of m segments, in float32 or better: [b h w d]."""
-    dtype = torch.promote_types(segments.dtype, torch.float32)
-    sums = segments.sum(dim=3, dtype=dtype)
-    n = sums.shape[2]
-    windows = [sums.narrow(2, min(i, n), max(0, n - m + 1)) for i in range(m)]
-    return sum(windows[1:], start=windows[0])
+    dtype, w = torch.promote_types(segments.dtype, torch.float32), segments.shape[2]
+    sums = F.pad(segments.sum(dim=3, dtype=dtype), (0, 0, m - 1, 0))
+    return functools.reduce(torch.add, (sums.narrow(2, i, w) for i in range(m)))
 
 
 class MeanPool(Started):
@@ -369,10 +366,9 @@ def compress_sequences(
     networks: Networks,
     config: NSAConfig,
     documents: Documents | None,
-    backend: str,
 ) -> dict[str, Tensor]:
     """`compress_windows` of whole sequences [b h n d]. Sliding networks read the sequence without
-    copying windows; a kernel computes means."""
+    copying windows."""
     if not raw:
         return {}
     l, d, causal = config.compress_block_size, config.d, config.causal
@@ -382,19 +378,9 @@ def compress_sequences(
         count = free_size(n) if is_exporting() else None
         windows = {name: windows_of(t, l, d, causal, documents, count) for name, t in raw.items()}
         return compress_windows(windows, networks)
-    if backend == "triton" and len(raw) == 2:
-        means = compress_means(raw["k"], raw["v"], positions[0], positions[1], l, d, n)
-        return {
-            f"c{name}": mean if isinstance(net, MeanPool) else mean * (l * net.gain).to(mean.dtype)
-            for name, mean, net in zip(raw, means, nets, strict=True)
-        }
-    # keys that only rank have no gradient, but for index keys and differentiable top-k
-    has_gradient = config.use_diff_topk or (config.is_indexed and torch.is_grad_enabled())
-    if backend == "triton" and isinstance(nets[0], MeanPool) and not has_gradient:
-        return {"ck": compress_mean([raw["k"].detach()], [], l, d, n)[0]}
     compressed = {}
     for (name, t), net, p in zip(raw.items(), nets, positions, strict=True):
-        segments = unfold(windowed(t, l, d, causal), d, d)
+        segments = windowed(t, d, d, causal).narrow(2, 0, n * d).unflatten(2, (n, d))
         summary = net.compress_segments(segments, l // d)
         if p is not None:
             summary = summary + net(p.to(t.dtype)[None, :, None])

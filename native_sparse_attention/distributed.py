@@ -235,7 +235,7 @@ class ContextParallel:
 
     def gather_keys(
         self, tensors: dict[str, Tensor], raw: dict[str, Tensor], networks: compress.Networks,
-        config: NSAConfig, documents: varlen.Documents | None, backend: str,
+        config: NSAConfig, documents: varlen.Documents | None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Keys and values of the whole sequence: those of `tensors` [b h n d], and the compressed
         ones of `raw`, which each rank compresses for the windows that end in its chunks."""
@@ -248,7 +248,7 @@ class ContextParallel:
             rows[name] = chunks.transpose(1, 2).flatten(0, 1)  # [(b 2) h size + c d]
         if documents is not None and raw:
             documents = self.chunk_documents(documents, size)
-        compressed = compress.compress_sequences(rows, networks, config, documents, backend)
+        compressed = compress.compress_sequences(rows, networks, config, documents)
         keys = {name: t for name, t in tensors.items() if name not in ("q", "cq")}
         for name, t in compressed.items():
             windows = t[:, :, size // d :].unflatten(0, (-1, 2))

@@ -186,38 +186,6 @@ def test_windows_without_copies(name, l, d, n, causal):
     torch.testing.assert_close(step(layer, x), step(with_copies(layer), x))
 
 
-@pytest.mark.slow(one_of=8)
-@pytest.mark.kernels
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("n", [2, 13, 70])
-@pytest.mark.parametrize(
-    "name, l, d", [("mean", 4, 4), ("mean", 6, 2), ("mean", 5, 1), ("sum", 6, 2)]
-)
-@pytest.mark.parametrize(
-    "branches, dtype",
-    [
-        (("compressed",), torch.float16),
-        *((b, torch.float32) for b in (("compressed",), ("selected",))),
-    ],
-    ids=str,
-)
-def test_means_by_the_kernel(name, dtype, branches, l, d, n, causal):
-    """Of keys and values, and of keys that only rank: no further from copied windows in fp64 than
-    eager PyTorch in that dtype."""
-    network = {} if branches == ("compressed",) else dict(compress_mlp=None)
-    layer = layer_of(name, l, d, causal=causal, branches=branches, **network).to(dtype)
-    x, ways = torch.randn(2, n, 8, device=DEVICE).to(dtype), []
-    for backend in ("eager", "triton"):
-        layer.backend = backend
-        ways.append(step(layer, x))
-    layer.backend = "eager"
-    exact = step(with_copies(layer.double()), x.double())
-    for right, low, actual in zip(exact, *ways, strict=True):
-        assert actual.shape == right.shape and actual.dtype == low.dtype
-        error, allowed = ((t.double() - right).abs().max() for t in (actual, low))
-        assert error <= 3 * allowed + 8 * torch.finfo(dtype).eps * right.abs().max().clamp(min=1)
-
-
 def test_a_derived_network_gets_windows():
     layer, x = layer_of("mean", 4, 2), torch.randn(1, 12, 8).to(DEVICE)
     before = layer(x)

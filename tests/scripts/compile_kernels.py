@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from native_sparse_attention import select_blocks
 from native_sparse_attention.config import AttentionConfig
-from native_sparse_attention.kernels import compress_mean, rotary
+from native_sparse_attention.kernels import rotary
 from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.decode import persistent, read_all
 from native_sparse_attention.ops.call import Call
@@ -211,16 +211,6 @@ def rotate(dtype, heads, tokens=64, starts=None):
     rotary.rotate(pair, torch.ones(D // 2), starts, None, 0, 1.0)
 
 
-def means(dtype, heads, l=32, d=16, tokens=256):
-    """Means of windows of a projection's keys and values."""
-    _, K, D = heads
-    kv = torch.zeros(2, tokens, 3 * K * D).to(dtype).split(K * D, -1)[1:]
-    k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in kv)
-    positions = [torch.zeros(K, l, D)] * 2
-    ck, cv = compress_mean.forward([k, v], positions, l, d, tokens // d)
-    compress_mean.backward(ck, cv, *positions, l, d, tokens)
-
-
 def rank(dtype, heads, **settings):
     """The selection."""
     H, K, D = heads
@@ -284,8 +274,6 @@ def elementwise(capability):
     rotate(BF16, (64, 4, 128), tokens=1, starts=torch.zeros(2, dtype=torch.int32))
     rotate(FP16, (3, 1, 80))
     rotate(FP32, (4, 4, 256))
-    means(BF16, (64, 4, 128))
-    means(FP32, (3, 1, 80), 5, 1)
 
 
 def layers(capability):

@@ -34,7 +34,6 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from native_sparse_attention import KVCache, PagedKVCache, SparseAttention, kernels, select_blocks
-from native_sparse_attention.compress import MeanPool
 from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.decode import kv_cache
 from native_sparse_attention.kernels.selected import key_major, query_major
@@ -186,11 +185,6 @@ def stages() -> None:
             attention(draw(2, T, 24, dtype=torch.float32), cache=cache)
 
 
-def means() -> None:
-    """Windows of keys and values, summed up as they are pooled."""
-    module(compress_mlp=MeanPool())(draw(2, 29, 24, dtype=torch.float32)).sum().backward()
-
-
 def hopper() -> None:
     """Neighbours that chose differently: blocks read once for all of them; dq by unions of some."""
     with launch.using(FORMS["sm90"] | {"union": launch.UnionRule(4, 1.1, min_groups=0)}):
@@ -229,7 +223,7 @@ PARTS: dict[str, Callable[[], None]] = {
     ),
     "documents": lambda: packed(importance="probs", use_diff_topk=True),
     "documents, not causal": lambda: packed(causal=False),
-    **{part.__name__: part for part in (chunks, ragged, unions, cached, stages, means)},
+    **{part.__name__: part for part in (chunks, ragged, unions, cached, stages)},
 }
 if CUDA:
     # blocks of as many keys as a tile has, read by the tensor memory accelerator

@@ -1,4 +1,4 @@
-"""Rotary embedding and means of windows in Triton, as torch operators and autograd nodes."""
+"""Rotary embedding in Triton, as torch operators and autograd nodes."""
 
 from __future__ import annotations
 
@@ -106,64 +106,3 @@ class ProjectedHeads(torch.autograd.Function):
             dq, dcq, dk, dck, dv, dcv, *ctx.saved_tensors, 0, -ctx.factor
         )
         return grad, *(None,) * 5
-
-
-# means of windows
-
-
-@operator(
-    "compress_mean(Tensor[] tensors, Tensor[] positions, SymInt l, SymInt d, SymInt windows) "
-    "-> Tensor[]",
-    fake=lambda tensors, positions, l, d, windows: [empty_heads(t, windows) for t in tensors],
-)
-def compress_mean(tensors, positions, l, d, windows):
-    """Window means [b h windows d] of k and v [b h n d] with positions [h l d] added, or of k alone
-    without."""
-    from ...kernels import compress_mean
-
-    return compress_mean.forward(unit_stride(*tensors), unit_stride(*positions), l, d, windows)
-
-
-def mean_backward_fake(dck, dcv, k_positions, v_positions, l, d, tokens):
-    grads = [empty_heads(t, tokens) for t in (dck, dcv)]
-    return [*grads, *(torch.empty_like(p) for p in (k_positions, v_positions))]
-
-
-@operator(
-    "compress_mean_backward(Tensor dck, Tensor dcv, Tensor k_positions, Tensor v_positions, "
-    "SymInt l, SymInt d, SymInt tokens) -> Tensor[]",
-    fake=mean_backward_fake,
-)
-def compress_mean_backward(dck, dcv, k_positions, v_positions, l, d, tokens):
-    """Gradients of k, v and the positions."""
-    from ...kernels import compress_mean
-
-    grads = unit_stride(dck, dcv)
-    return list(compress_mean.backward(*grads, k_positions, v_positions, l, d, tokens))
-
-
-class CompressMean(torch.autograd.Function):
-    """`compress_mean` and its gradients."""
-
-    @staticmethod
-    def forward(ctx, k, v, k_positions, v_positions, l, d, windows):
-        ctx.sizes = l, d, k.shape[2]
-        ctx.save_for_backward(k_positions, v_positions)
-        return tuple(compress_mean([k, v], [k_positions, v_positions], l, d, windows))
-
-    @staticmethod
-    def backward(ctx, dck, dcv):
-        refuse_higher_derivatives("means of windows")
-        grads = compress_mean_backward(dck, dcv, *ctx.saved_tensors, *ctx.sizes)
-        return *grads, None, None, None
-
-
-def compress_means(
-    k: Tensor, v: Tensor, k_positions: Tensor, v_positions: Tensor, l: int, d: int, windows: int
-) -> tuple[Tensor, Tensor]:
-    """`compress_mean`, with gradients where they are needed."""
-    tensors = k, v, k_positions, v_positions
-    if needs_gradient(tensors):
-        return CompressMean.apply(*tensors, l, d, windows)  # type: ignore[no-any-return]
-    ck, cv = compress_mean([k, v], [k_positions, v_positions], l, d, windows)
-    return ck, cv

@@ -85,11 +85,6 @@ def projected():
     return torch.cat([t.flatten() for t in heads])
 
 
-def averaged():
-    k, v = (leaf(1, 2, 12, 16) for _ in "kv")
-    return elementwise.CompressMean.apply(k, v, leaf(2, 8, 16), leaf(2, 8, 16), 8, 4, 3)[0]
-
-
 ATTEND = ("attend", "attend_backward")
 # each with the operators that it calls
 CASES = {
@@ -113,11 +108,6 @@ CASES = {
     ),
     "rotated": (("rotate",), rotated),
     "projected": (("rotate", "projected_heads_backward"), projected),
-    "means": (("compress_mean", "compress_mean_backward"), averaged),
-    "means of keys": (
-        ("compress_mean",),
-        lambda: elementwise.compress_mean([leaf(1, 2, 12, 16).detach()], [], 8, 4, 3)[0],
-    ),
 }  # fmt: skip
 
 
