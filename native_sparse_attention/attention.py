@@ -37,7 +37,7 @@ from .initialization import Started, gate_linear, reset
 from .ops import branches, decode, dispatch, functional
 from .ops.call import Call
 from .ops.triton import backend as triton_backend
-from .rotary import Rotary, make_rotary, rotate, rotated_heads
+from .rotary import Rotary, make_rotary, rotate
 from .varlen import Documents, layer_layout
 
 # the layer's `norm` is a module
@@ -430,16 +430,9 @@ class SparseAttention(Started):
         sets = [kv_branches.index(name) if name in kv_branches else 0 for name in BRANCHES]
         (raw_k, raw_v), (k, v), (window_k, window_v) = (kv[2 * i : 2 * i + 2] for i in sets)
         has_window = "window" in config.branches and window_k is not k
-        fused = None
-        if len(kv) == 2 and isinstance(start, int) and start == 0:
-            shape = config.heads, config.dim_head
-            fused = rotated_heads(self.rotary_emb, qkv, *shape, positions, backend)
-        if fused is None:
-            keys = [k, window_k] if has_window else [k]
-            rotated = rotate(self.rotary_emb, [q, *keys], start, positions, backend)
-            rotated_q, k, window_k = rotated[0], rotated[1], rotated[-1]
-        else:
-            rotated_q, k, q, raw_k, v, raw_v = fused
+        keys = [k, window_k] if has_window else [k]
+        rotated = rotate(self.rotary_emb, [q, *keys], start, positions, backend)
+        rotated_q, k, window_k = rotated[0], rotated[1], rotated[-1]
         tensors = {"q": rotated_q, "k": k, "v": v}
         if has_window:
             tensors |= {"window_k": window_k, "window_v": window_v}

@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from .checks import FLOAT_DTYPES, check_number, describe, refusal
-from .ops.triton.elementwise import ProjectedHeads
 from .ops.triton.elementwise import rotate as run_kernel
-from .ops.triton.operator import needs_gradient
 
 
 class Rotary(Module):
@@ -178,17 +176,3 @@ def rotate(
     angles = position[..., None] * freqs.to(position.dtype)
     angles = angles.repeat_interleave(2, dim=-1)
     return [apply_rotary_emb(angles, t) for t in tensors]
-
-
-def rotated_heads(
-    rotary: RotaryEmbedding | Rotary | None, qkv: Tensor, heads: int, dim_head: int,
-    positions: Tensor | None, backend: str,
-) -> tuple[Tensor, ...] | None:  # fmt: skip
-    """`ProjectedHeads` of a projection's output [b n (h + 2 k) d]. None if the caller should use
-    `rotate`."""
-    if rotary is None or not supports_kernels(rotary, backend):
-        return None
-    if torch.compiler.is_compiling() or not needs_gradient((qkv,)):  # one launch would not help
-        return None
-    angles = exact_frequencies(rotary, qkv.device), positions, float(rotary.interpolate_factor)
-    return ProjectedHeads.apply(qkv, heads, dim_head, *angles)  # type: ignore[no-any-return]

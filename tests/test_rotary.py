@@ -7,7 +7,7 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
 from native_sparse_attention.ops.triton import elementwise as operator
-from native_sparse_attention.rotary import Rotary, rotate, rotated_heads
+from native_sparse_attention.rotary import Rotary, rotate
 from tests.helpers.budget import CUDA, DEVICE
 
 pytest.importorskip("triton")
@@ -104,52 +104,10 @@ def test_the_inverse_undoes_it():
     torch.testing.assert_close(second, torch.full_like(x, 2.0))
 
 
-# of a projection
-
-
-@dtypes
-@pytest.mark.parametrize(
-    "rotary, width, sizes, n, has_positions",
-    [
-        (Rotary(16), 16, (3, 1), 70, False),
-        (Rotary(80), 80, (9, 3), 5, True),
-        (Rotary(8), 24, (2, 2), 1, False),
-        (RotaryEmbedding(16, interpolate_factor=1.7), 16, (4, 2), 9, True),
-    ],
-    ids=["plain", "wide", "in part", "interpolated"],
-)
-def test_projected_heads(rotary, width, sizes, n, has_positions, dtype):
-    """q, k, cq, ck, v and cv by one node."""
-    rotary, (h, k) = rotary.to(DEVICE), sizes
-    positions = torch.randint(100_000, (n, 2), device=DEVICE).T if has_positions else None
-
-    def run(leaves, backend):
-        if backend == "triton":
-            return rotated_heads(rotary, leaves[0], h, width, positions, backend)
-        heads = leaves[0].unflatten(-1, (-1, width)).transpose(1, 2).split((h, k, k), 1)
-        return *rotate(rotary, list(heads[:2]), 0, positions, backend), *heads, heads[2]
-
-    assert_right(run, [torch.randn(2, n, (h + 2 * k) * width, device=DEVICE).to(dtype)])
-
-
-@pytest.mark.parametrize("b, n", [(0, 3), (2, 0)])
-def test_projected_heads_of_nothing(b, n):
-    qkv = torch.randn(b, n, 5 * 16, device=DEVICE, requires_grad=True)
-    outs = operator.ProjectedHeads.apply(qkv, 3, 16, Rotary(16).to(DEVICE).freqs, None, 1.0)
-    assert [t.shape for t in outs] == [(b, h, n, 16) for h in (3, 1, 3, 1, 1, 1)]
-    (grad,) = torch.autograd.grad([t.sum() for t in outs], qkv)
-    assert grad.shape == qkv.shape
-
-
-def test_learned_frequencies_and_second_derivatives():
-    """Learned frequencies get gradients, so PyTorch rotates; the node of a projection has first
-    derivatives alone."""
-    rotary, qkv = Rotary(16).to(DEVICE), torch.randn(1, 3, 80, device=DEVICE, requires_grad=True)
-    outs = rotated_heads(rotary, qkv, 3, 16, None, "triton")
-    with pytest.raises(NotImplementedError, match="rotary embedding give first derivatives only"):
-        torch.autograd.grad(outs[0].square().sum(), qkv, create_graph=True)
+def test_learned_frequencies():
+    """They get gradients, so PyTorch rotates."""
+    rotary = Rotary(16).to(DEVICE)
     rotary.freqs = nn.Parameter(rotary.freqs)
-    assert rotated_heads(rotary, qkv, 3, 16, None, "triton") is None
     out = rotate(rotary, draw(), 5, None, "triton")[0]
     (grad,) = torch.autograd.grad(out.square().sum() + out.sum(), rotary.freqs)
     assert grad.any()
@@ -165,13 +123,3 @@ def test_many_tokens():
         last = t[:, -1:, -3:]
         expected = rotate(rotary, [last.float()], n + 2)[0]
         torch.testing.assert_close(out[:, -1:, -3:].float(), expected, atol=0.02, rtol=0.01)
-    del outs, tensors
-    q, k = (torch.randn(1, h, n, 128, device="cuda").bfloat16() for h in (64, 1))
-    grads = q, q, k, k, k, k
-    out = operator.projected_heads_backward(*grads, rotary.freqs, None, 0, -1.0)
-    last = torch.cat((q, k), 1)[:, :, -3:].float()
-    # by the angles of positions -(n - 1), ..
-    turned = rotate(rotary, [last.flip(2)], torch.tensor([1 - n], device="cuda"))[0].flip(2)
-    expected = torch.cat((turned + last, 2 * k[:, :, -3:].float()), 1)
-    out = out.unflatten(-1, (-1, 128))[:, -3:].transpose(1, 2).float()
-    torch.testing.assert_close(out, expected, atol=0.05, rtol=0.01)

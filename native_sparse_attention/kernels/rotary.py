@@ -1,12 +1,10 @@
-"""Rotary embedding of interleaved pairs of features, and its backward. Kernels read positions on
-the device: a CUDA graph can capture a launch and replay it as sequences grow. The backward also
-adds the gradients of unrotated queries, keys and values."""
+"""Rotary embedding of interleaved pairs of features. The kernel reads positions on the device: a
+CUDA graph can capture a launch and replay it as sequences grow."""
 
 from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -20,8 +18,6 @@ from .common.primitives import grid_position, load_rows, store_rows
 # elements of a tile, and tiles of a program, which share their angles
 FEATURES = 1024
 TILES = 8
-# tiles of a program that adds a second tile to each
-ADDED_TILES = 4
 
 
 # frequencies [R]; first positions [B] of rows, or positions [B T] and their strides
@@ -35,27 +31,22 @@ Settings = namedtuple(
 
 
 @triton.jit
-def rotate_rows(
-    x, added, out, b, angle, t, group, T, H, out_t, F: tl.constexpr, ROTATED: tl.constexpr
-):
+def rotate_rows(x, out, b, angle, t, group, T, H, F: tl.constexpr):
     """Rotate the group's TILES x HEADS heads of x, of tokens t of row b, by `angle` [TOKENS, pairs]
-    and write them to `out`, where the heads of a token are contiguous. Rows of `added`
-    are added without rotation. All loads come before the first store: none waits for a store."""
+    and write them to `out`, where the heads of a token are contiguous. All loads come before the
+    first store: none waits for a store."""
     TOKENS: tl.constexpr = F.TOKENS
     HEADS: tl.constexpr = F.HEADS
     TILES: tl.constexpr = F.TILES
     token = tl.reshape(tl.broadcast_to(t[:, None], [TOKENS, HEADS]), [TOKENS * HEADS]).to(tl.int64)
     first = group * (HEADS * TILES)
     head = (first + tl.arange(0, TOKENS * HEADS) % HEADS).to(tl.int64)
-    tiles, addends = (), ()
+    tiles = ()
     for i in tl.static_range(TILES):
         h = head + i * HEADS
         mask = (token < T) & (h < H)
         tiles += (load_rows(x.ptr + b * x.b, token * x.n + h * x.h, F.D, F.BLOCK_D, mask),)
-        if added is not None:
-            offset = token * added.n + h * added.h
-            addends += (load_rows(added.ptr + b * added.b, offset, F.D, F.BLOCK_D, mask),)
-    out += b * T * out_t
+    out += b * T * H * F.D
     cos, sin = tl.cos(angle)[:, None], tl.sin(angle)[:, None]
     for i in tl.static_range(TILES):
         rows, h = tiles[i].to(tl.float32), head + i * HEADS
@@ -64,12 +55,10 @@ def rotate_rows(
             first_half * cos - second_half * sin, second_half * cos + first_half * sin
         )
         rotated = tl.reshape(rotated, [TOKENS * HEADS, F.BLOCK_D])
-        if ROTATED < F.D:
-            rotated = tl.where((tl.arange(0, F.BLOCK_D) < ROTATED)[None], rotated, rows)
-        if added is not None:
-            rotated += addends[i].to(tl.float32)
+        if F.ROTATED < F.D:
+            rotated = tl.where((tl.arange(0, F.BLOCK_D) < F.ROTATED)[None], rotated, rows)
         mask = (token < T) & (h < H)
-        store_rows(out, token * out_t + h * F.D, rotated, F.D, F.BLOCK_D, mask)
+        store_rows(out, (token * H + h) * F.D, rotated, F.D, F.BLOCK_D, mask)
 
 
 @triton.jit
@@ -97,26 +86,9 @@ def nsa_rotary(q, k, q_out, k_out, angles, start, factor, T, H, K, F: tl.constex
     or `k_out`."""
     group, b, t, angle = program_angles(angles, start, factor, T, F)
     if group < F.Q_GROUPS:
-        rotate_rows(q, None, q_out, b, angle, t, group, T, H, H * F.D, F, F.ROTATED)
+        rotate_rows(q, q_out, b, angle, t, group, T, H, F)
     else:
-        k_group = group - F.Q_GROUPS
-        rotate_rows(k, None, k_out, b, angle, t, k_group, T, K, K * F.D, F, F.ROTATED)
-
-
-@triton.jit(do_not_specialize=["start", "T"])
-def nsa_rotary_bwd(dq, dcq, dk, dck, dv, dcv, out, angles, start, factor, T, H, K, F: tl.constexpr):
-    """One program: gradients of TILES heads of q, k or v of TOKENS tokens of a row, to out
-    [B T H+K+K D], the gradient of their projection. For q and k it is the gradient of the rotated
-    tensor, rotated back, plus that of the unrotated one; for v the sum of both gradients."""
-    group, b, t, angle = program_angles(angles, start, factor, T, F)
-    k_group, v_group = group - F.Q_GROUPS, group - F.Q_GROUPS - F.K_GROUPS
-    out_t = (H + 2 * K) * F.D
-    if group < F.Q_GROUPS:
-        rotate_rows(dq, dcq, out, b, angle, t, group, T, H, out_t, F, F.ROTATED)
-    elif group < F.Q_GROUPS + F.K_GROUPS:
-        rotate_rows(dk, dck, out + H * F.D, b, angle, t, k_group, T, K, out_t, F, F.ROTATED)
-    else:
-        rotate_rows(dv, dcv, out + (H + K) * F.D, b, angle, t, v_group, T, K, out_t, F, 0)
+        rotate_rows(k, k_out, b, angle, t, group - F.Q_GROUPS, T, K, F)
 
 
 def angle_arguments(freqs: Tensor, starts: Tensor | None, positions: Tensor | None) -> Angles:
@@ -127,14 +99,14 @@ def angle_arguments(freqs: Tensor, starts: Tensor | None, positions: Tensor | No
 
 @functools.lru_cache(maxsize=1024)
 def plan(
-    B: int, T: int, H: int, K: int, D: int, tensors: int, rotated: int, is_backward: bool = False
+    B: int, T: int, H: int, K: int, D: int, tensors: int, rotated: int
 ) -> tuple[tuple[int, ...], Settings]:
     """Grid and settings of a launch for one tensor of H heads, or two of H and K."""
     block_d = launch.padded(D)
     rows = max(1, FEATURES // block_d)
     # rows of a tile are tokens, or the heads of the only one
-    tokens, heads, tiles = (1, rows, 1) if T == 1 and not is_backward else (rows, 1, TILES)
-    tiles = min(ADDED_TILES if is_backward else tiles, max(H, K))
+    tokens, heads, tiles = (1, rows, 1) if T == 1 else (rows, 1, TILES)
+    tiles = min(tiles, max(H, K))
     q_groups, k_groups = (cdiv(n, heads * tiles) for n in (H, K))
     groups = q_groups + k_groups * (tensors - 1)
     grid, flipped = launch.grid(cdiv(T, tokens) * groups, B)
@@ -165,21 +137,3 @@ def rotate(
             start, float(factor), T, H, K, F=settings, num_warps=4,
         )  # fmt: skip
     return outs
-
-
-def backward(
-    grads: Sequence[Tensor], freqs: Tensor, positions: Tensor | None, start: int, factor: float
-) -> Tensor:
-    """The gradient [b n (h + 2 k) d] of the projection, from the gradients dq, dcq [b h n d], dk,
-    dck, dv and dcv [b k n d]: see `ops.triton.elementwise`."""
-    (B, H, T, D), K = grads[0].shape, grads[2].shape[1]
-    out = grads[0].new_empty(B, T, (H + 2 * K) * D)
-    if out.numel() == 0:
-        return out
-    angles = angle_arguments(freqs, None, positions)
-    grid, settings = plan(B, T, H, K, D, 3, 2 * len(freqs), is_backward=True)
-    launcher(nsa_rotary_bwd, grid)(
-        *map(head_strided, grads), out, angles, start, float(factor), T, H, K, F=settings,
-        num_warps=4,
-    )  # fmt: skip
-    return out

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from native_sparse_attention import BlockSizes, select_blocks
-from native_sparse_attention.ops.triton import elementwise
 from native_sparse_attention.ops.triton.operator import unit_stride
 from native_sparse_attention.rotary import Rotary, rotate
 from tests.helpers.budget import DEVICE
@@ -78,13 +77,6 @@ def rotated():
     return rotate(rotary, heads, torch.tensor([3], device=DEVICE), None, "triton")[0]
 
 
-def projected():
-    heads = elementwise.ProjectedHeads.apply(
-        leaf(1, 12, 8 * 16), 4, 16, Rotary(16).to(DEVICE).freqs, None, 1.0
-    )
-    return torch.cat([t.flatten() for t in heads])
-
-
 ATTEND = ("attend", "attend_backward")
 # each with the operators that it calls
 CASES = {
@@ -107,7 +99,6 @@ CASES = {
         lambda: run("one softmax", selection_block_size=4, num_selected_blocks=1, sinks=True),
     ),
     "rotated": (("rotate",), rotated),
-    "projected": (("rotate", "projected_heads_backward"), projected),
 }  # fmt: skip
 
 
