@@ -405,13 +405,11 @@ class SparseAttention(Started):
         # queries [b h n d], and keys and values in turn: a pair for all branches, or one for each
         x = self.norm(inp if tokens is None else tokens.zero_padding(inp))
         gates = None if self.to_strategy_combine is None else self.to_strategy_combine(x)
-        qkv = self.to_qkv(x)
+        # split before heads come first, so that the gradients are joined as they lie
+        q, *kv = self.to_qkv(x).split(self.qkv_split, dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, *kv = qkv.split(self.qkv_split, dim=-1)
-            kv = [t if i % 2 else self.k_norm(t) for i, t in enumerate(kv)]
-            qkv = torch.cat((self.q_norm(q), *kv), dim=-1)
-        heads = qkv.unflatten(-1, (-1, config.dim_head)).transpose(1, 2)
-        q, *kv = heads.split([width // config.dim_head for width in self.qkv_split], dim=1)
+            q, kv = self.q_norm(q), [t if i % 2 else self.k_norm(t) for i, t in enumerate(kv)]
+        q, *kv = (t.unflatten(-1, (-1, config.dim_head)).transpose(1, 2) for t in (q, *kv))
         if cache is not None:
             cache.bind(self.identity, config.geometry, {"k": kv[0], "v": kv[1]})
         q_rows, k_rows, v_rows = (t.transpose(1, 2) for t in (q, *kv[:2]))
