@@ -3,7 +3,8 @@ model's own weights; `convert(model)`, to layers of this library, and `distill`,
 `NSAForCausalLM`, a model of its own.
 
 The import registers "nsa" as an attention implementation of transformers, for `from_pretrained(...,
-attn_implementation="nsa")`, and as a type of model, for the Auto classes (docs/huggingface.md).
+attn_implementation="nsa")`, and as a type of model, for the Auto classes, and what loads converted
+models (docs/huggingface.md).
 """
 
 try:

@@ -30,9 +30,8 @@ from ..ranking import WEIGHTS
 NAME = "nsa"
 # the key of `model.config`, and within it the implementation that the sparse one replaces
 KEY, REPLACED = "nsa_config", "replaced_implementation"
-# the key of a converted model's settings, and an implementation that transformers refuses: its
-# classes have no modules for the weights
-CONVERTED_KEY, LOADER = "nsa_converted", "native_sparse_attention.hf.load_converted"
+# the key of a converted model's settings, and the quantizer that gives it its layers as it loads
+CONVERTED_KEY, LOADER = "nsa_converted", "native_sparse_attention.hf"
 # sizes of a layer that no model has
 NO_SIZES: dict[str, Any] = dict(dim=1, dim_head=1, heads=1)
 USUAL = {f.name: f.default for f in fields(NSAConfig)}

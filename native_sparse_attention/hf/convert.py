@@ -12,7 +12,9 @@ import torch
 import transformers
 from einops import reduce
 from torch import Tensor, nn
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..attention import SparseAttention
 from ..checks import check_branches, check_factor, check_share_ranking, refusal
@@ -20,6 +22,7 @@ from ..compress import MeanPool
 from ..config import GIVEN, NSAConfig
 from ..initialization import assign, gate_linear
 from ..presets import preset
+from ..rotary import Rotary
 from . import configuration
 from .attention import Model, check_model, use_sparse_attention
 from .configuration import CONVERTED_KEY, NAME, NSAModelConfig, drop_in_settings, layer_config
@@ -81,6 +84,9 @@ def convert(
     rotary = getattr(base, "rotary_emb", None)
     if not layers or rotary is None:
         raise ValueError(f"model must have layers and rotary_emb, got a {type(base).__name__}")
+    if is_meta():
+        with torch.device("cpu"):  # frequencies with values
+            rotary = type(rotary)(decoder.config)
     # all of them, before the model changes
     modules = [getattr(layer, "self_attn", layer) for _, layer in layers]
     indices = [index for index, _ in layers]
@@ -96,9 +102,16 @@ def convert(
     saved = converted[0].config.values_of(*SETTINGS) | dict(gate_bias=bias)
     saved |= dict(share_ranking=[*share_ranking]) if share_ranking else {}
     setattr(decoder.config, CONVERTED_KEY, saved)
-    decoder.config.attn_implementation = configuration.LOADER
+    # of its file: ConvertedLoader loads it, and without this import transformers refuses "nsa"
+    vars(decoder.config).setdefault("quantization_config", dict(quant_method=configuration.LOADER))
+    decoder.config.attn_implementation = NAME
     decoder.set_attn_implementation(NAME)
     return model
+
+
+def is_meta() -> bool:
+    """Whether models are made without weights, as within `from_pretrained`."""
+    return bool(torch.get_default_device().type == "meta")
 
 
 def sparse_layer(
@@ -132,7 +145,7 @@ def sparse_layer(
     elif any(
         type(linear) is not nn.Linear
         or not linear.weight.is_floating_point()
-        or linear.weight.is_meta
+        or (linear.weight.is_meta and not is_meta())  # offloaded
         or hasattr(linear.weight, "device_mesh")
         for linear in (*linears, out)
     ):
@@ -206,6 +219,38 @@ def sparse_layer(
     return layer
 
 
+register_quantization_config(configuration.LOADER)(QuantizationConfigMixin)
+
+
+@register_quantizer(configuration.LOADER)
+class ConvertedLoader(HfQuantizer):
+    """Lets `from_pretrained` load a converted model. Nothing is quantized: a quantizer is what
+    transformers calls to replace modules before their weights load."""
+
+    is_trainable = True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
+        convert(model.get_decoder())
+        self.pre_quantized = False  # weights are cast as any others
+        self.shapes = {name: t.shape for name, t in model.state_dict().items()}
+
+    def _process_model_after_weight_loading(self, model: Any, **options: Any) -> None:
+        # before 5.24 weights of other shapes take the place of those of a quantizer
+        check_weights({n for n, t in model.state_dict().items() if t.shape != self.shapes[n]})
+        for module in model.modules():
+            if isinstance(module, Rotary):  # whose frequencies have come in the model's dtype
+                module.reset_parameters()
+        model.hf_quantizer, model.is_quantized = None, False
+
+
+def check_weights(wrong: set[str]) -> None:
+    if wrong:
+        raise refusal("settings", "those of the saved weights", got=f"others for {min(wrong)}")
+
+
 @contextmanager
 def quiet(path: Path) -> Iterator[None]:
     """Keep notes and progress bars of transformers from the terminal. Errors of the libraries that
@@ -227,44 +272,32 @@ def quiet(path: Path) -> Iterator[None]:
 
 
 def load_converted(path: str | Path, **settings: Any) -> nn.Module:
-    """A converted model from the folder that its `save_pretrained` wrote, in inference mode.
+    """A converted model from the folder that its `save_pretrained` wrote, in inference mode: as by
+    `from_pretrained`, also with other settings, and of an earlier version.
 
     Args:
         path: a folder.
         settings: settings that replace the kept ones, of those that change no weights.
     """
-    from safetensors.torch import load_file
-
     folder = Path(path) if isinstance(path, (str, Path)) else None
     if folder is None or not (folder / "config.json").is_file():
         raise refusal("path", "a folder with config.json", path)
     config = transformers.AutoConfig.from_pretrained(folder)
     text = config.get_text_config(decoder=True)
-    saved, files = getattr(text, CONVERTED_KEY, None), sorted(folder.glob("model*.safetensors"))
-    if not saved or not files:
-        raise refusal("path", "a folder of a converted model with model.safetensors", got=f"{path}")
-    # all but attention as transformers loads it: its formats of experts, buffers in float32
+    if not (saved := getattr(text, CONVERTED_KEY, None)):
+        raise refusal("path", "a folder of a converted model", got=f"{path}")
+    setattr(text, CONVERTED_KEY, dict(saved) | settings)
+    vars(text).setdefault("quantization_config", dict(quant_method=configuration.LOADER))
     architecture = getattr(transformers, config.architectures[0])
-    loading = dict(dtype=config.dtype or torch.float32, attn_implementation=None)
-    with quiet(folder):  # of weights of attention that it does not find
-        model, report = architecture.from_pretrained(folder, output_loading_info=True, **loading)
-    convert(model if text is config else model.get_decoder(), dict(saved) | settings)
-    layers = {f"{n}.": m for n, m in model.named_modules() if isinstance(m, NSAAttention)}
-    if absent := [key for key in report["missing_keys"] if not key.startswith((*layers,))]:
-        raise ValueError(f"path must hold the weights of this conversion, got none for {absent}")
-    tensors = {
-        f".{key}": t for file in files for key, t in load_file(file).items() if "attention." in key
-    }
-    try:
-        for name, layer in layers.items():
-            # a model of several parts may have another prefix in the file
-            end = f".{name[name.rindex('layers.') :]}attention."
-            state = {key.partition(end)[2]: t for key, t in tensors.items() if end in key}
-            layer.attention.load_state_dict(state)
-    except RuntimeError as error:
-        got = f"{sorted(settings)}, for which {' '.join(str(error).split())}"
-        raise ValueError(f"settings must keep the shapes of weights, got {got}") from None
-    return model.eval()
+    with quiet(folder):
+        model, report = architecture.from_pretrained(
+            folder, config=config, dtype="auto", attn_implementation=NAME,
+            ignore_mismatched_sizes=True, output_loading_info=True,
+        )  # fmt: skip
+    wrong = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+    wrong |= {name for name in report["unexpected_keys"] if ".self_attn.attention." in name}
+    check_weights(wrong)
+    return model
 
 
 def load_viewed(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from native_sparse_attention import NSAConfig, SparseAttention
 from native_sparse_attention.hf import (
@@ -106,22 +107,29 @@ def test_settings_of_layers():
     ],
 )
 @torch.no_grad()
-def test_saved_model_loads(family, form, tmp_path):
+def test_saved_model_loads(family, form, tmp_path, monkeypatch):
     model, (text,) = moved(convert(tiny(family), **FORMS[form])), prompts(40)
     expected = model(text).logits
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    for load in (transformers.AutoModelForCausalLM, type(model)):  # not with random attention
-        with pytest.raises(ValueError, match="native_sparse_attention.hf.load_converted.*not supp"):
-            load.from_pretrained(tmp_path)
-    wrong = type(model).from_pretrained(tmp_path, attn_implementation="nsa")
-    with pytest.raises(ValueError, match="model must be loaded by load_converted"):
-        wrong(text)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    for given in ({}, dict(attn_implementation="sdpa"), dict(attn_implementation="eager")):
+        again = load(tmp_path, **given)
+        assert again.config._attn_implementation == "nsa"
+        close(again(text).logits, expected, tol=0)
+        again.save_pretrained(tmp_path)
     loaded = load_converted(tmp_path)
+    with monkeypatch.context() as patch:  # without this library
+        patch.delitem(transformers.AttentionInterface._global_mapping, "nsa")
+        patch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "native_sparse_attention.hf")
+        with pytest.raises(ValueError, match='"nsa"` is not supported'):
+            load(tmp_path)
     file = tmp_path / "config.json"
     saved = json.loads(file.read_text())
-    del saved["attn_implementation"]  # as of an earlier version
+    del saved["quantization_config"]  # as of an earlier version
     file.write_text(json.dumps(saved))
     close(load_converted(tmp_path)(text).logits, expected, tol=0)
+    with pytest.raises(ValueError, match="model must be loaded by load_converted"):
+        load(tmp_path)(text)
     assert loaded.config.nsa_converted == model.config.nsa_converted
     assert loaded.state_dict().keys() == model.state_dict().keys()
     close(loaded(text).logits, expected, tol=0)
@@ -137,9 +145,11 @@ def test_saved_model_of_several_parts_loads(tmp_path):
     model, ids = of_parts(), prompts(40)[0].clamp(max=59)
     convert(model.get_decoder(), **FORMS["one_softmax"])
     moved(model).save_pretrained(tmp_path, max_shard_size="20KB")
-    loaded = load_converted(tmp_path)
-    assert type(loaded) is type(model)
-    close(loaded(ids).logits, model(ids).logits, tol=0)
+    for load in (load_converted, type(model).from_pretrained):
+        loaded = load(tmp_path)
+        assert type(loaded) is type(model)
+        close(loaded(ids).logits, model(ids).logits, tol=0)
+        loaded.save_pretrained(tmp_path)
 
 
 @torch.no_grad()
@@ -155,7 +165,7 @@ def test_half_precision_but_for_frequencies(tmp_path):
     out = model(text).logits
     assert (out - expected).abs().mean() < 0.02 * expected.abs().mean()
     model.save_pretrained(tmp_path / "converted")
-    loaded = load_converted(tmp_path / "converted")
+    loaded = load(tmp_path / "converted", dtype=torch.bfloat16)
     close(loaded(text).logits, out, tol=0)
     for name, value in model.named_buffers():
         assert value.dtype == torch.float32 or "inv_freq" not in name
@@ -165,9 +175,10 @@ def test_half_precision_but_for_frequencies(tmp_path):
 def test_files_that_cannot_be_loaded_are_refused(tmp_path):
     convert(tiny(), **FORMS["one_softmax"]).save_pretrained(tmp_path)
     assert load_converted(tmp_path, num_selected_blocks=1).config.nsa_converted
-    told = r"settings must keep the shapes of weights, got \['index_dim'\], for which .*to_index"
+    told = "settings must be those of the saved weights, got others for model.layers.0.*to_index"
     for path, settings, message in (
         (tmp_path, dict(index_dim=16), told),
+        (tmp_path, dict(importance="max"), told),
         ("/there/is/none", {}, "path must be a folder with config.json"),
         (5, {}, "path must be a folder with config.json"),
     ):
@@ -206,6 +217,8 @@ def test_models_of_other_modules_are_refused():
     model.model.layers[1].self_attn.k_proj = torch.nn.Identity()
     with pytest.raises(ValueError, match="nn.Linear"):
         convert(model)
+    with pytest.raises(ValueError, match="with whole, loaded weights"):
+        convert(tiny().to("meta"))
     model = convert(tiny())
     for again in (convert, use_sparse_attention, use_dense_attention):
         with pytest.raises(ValueError, match="not be converted already"):

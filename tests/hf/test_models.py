@@ -13,7 +13,6 @@ from native_sparse_attention.hf import (
     SparseCache,
     StaticSparseCache,
     convert,
-    load_converted,
     use_sparse_attention,
 )
 from tests.helpers.tiny_models import (
@@ -164,7 +163,7 @@ def test_saved_model_loads_in_shards(name, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     load = transformers.AutoModelForCausalLM.from_pretrained
-    loaded = (load_converted if name.startswith("converted") else load)(tmp_path)
+    loaded = load(tmp_path)
     assert type(loaded) is type(model) and not loaded.training
     for kind in ("named_parameters", "named_buffers"):
         close(dict(getattr(loaded, kind)()), dict(getattr(model, kind)()), tol=0)
