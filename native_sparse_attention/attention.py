@@ -26,6 +26,7 @@ from .checks import (
     check_bool,
     check_input,
     check_model,
+    check_rows,
     check_type,
     copied,
     refusal,
@@ -356,6 +357,8 @@ class SparseAttention(Started):
             raise ValueError("ranking_queries goes with importance='index'")
         if cache is not None and self.observer is not None:
             raise NotImplementedError("collect sees whole sequences: leave out the cache")
+        is_cached = cache is not None
+        check_block_indices(inp, block_indices, return_block_indices, is_cached, config)
         if cache is not None and torch.compiler.is_compiling() and not cache.is_fixed:
             from .uncompiled import call_uncompiled
 
@@ -364,8 +367,6 @@ class SparseAttention(Started):
                 lengths=lengths, documents=documents, block_indices=block_indices,
                 return_block_indices=return_block_indices, **bounds,
             )  # fmt: skip
-        is_cached = cache is not None
-        check_block_indices(inp, block_indices, return_block_indices, is_cached, config)
         capacity = (cache.max_length or 0) if cache is not None else 0
         is_dense = self._dense or 0 < capacity <= config.dense_length
         if config.importance == "given" and block_indices is None and not is_dense:
@@ -373,8 +374,8 @@ class SparseAttention(Started):
         is_given = block_indices is not None and not is_dense
         layout: Any
         if self.context is None:
-            alignment = config.alignment
-            layout, lengths = layer_layout(inp, alignment, is_cached, lengths, documents, **bounds)
+            check_rows(inp, is_cached, lengths, documents, **bounds)
+            layout, lengths = layer_layout(inp, config.alignment, is_cached, lengths, **bounds)
         else:
             layout = self.context.layout(
                 inp, config, documents, ranking_queries, cache=cache,

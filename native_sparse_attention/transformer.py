@@ -368,6 +368,7 @@ class Transformer(Started):
         alignment, cached = getattr(blocks[0][0], "alignment", 1), cache is not None or return_cache
         layout: Any
         if context is None:
+            check_rows(ids, cached, lengths, None, **bounds)
             layout, lengths = layer_layout(ids, alignment, cached, lengths, **bounds)
         else:
             layout = context.layout(

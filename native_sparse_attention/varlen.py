@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import blocks
-from .checks import check_rows, describe
+from .checks import describe
 
 
 class Documents(NamedTuple):
@@ -209,11 +209,10 @@ def layout(
 
 
 def layer_layout(
-    inp: Tensor, step: int, cached: bool, lengths: Any, documents: Any = None, **bounds: Any
+    inp: Tensor, step: int, cached: bool, lengths: Any, **bounds: Any
 ) -> tuple[Layout | None, Any]:
-    """The layout of a layer's input [b n dim], None if it needs none, and the `lengths` for a
-    cache, given or counted from the mask. Checks all of them."""
-    check_rows(inp, cached, lengths, documents, **bounds)
+    """The layout of checked rows [b n ..], None if they need none, and the `lengths` for a cache,
+    given or counted from the mask."""
     if all(t is None for t in bounds.values()):
         return None, lengths
     rows = layout((inp.shape[0], inp.shape[1]), inp.device, 1 if cached else step, **bounds)

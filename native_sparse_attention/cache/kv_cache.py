@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ..checks import TOO_MANY, as_int, check_device, check_int, describe, refusal
 from ..compat import is_exporting
-from ..compress import unfold
 
 
 class NewTokens(NamedTuple):
@@ -560,7 +559,7 @@ class KVCache:
         # the next window begins d - 1 - start % d into the last l - 1 tokens and the new ones
         if isinstance(tokens.start, int):
             first = d - 1 - tokens.start % d
-            return {name: unfold(t[:, :, first:], l, d) for name, t in streams.items()}
+            return {n: t[:, :, first:].unfold(2, l, d).mT for n, t in streams.items()}
         if tokens.host is None:
             width = min(width, (self.max_length or 0) // d)
         device = tokens.start.device
