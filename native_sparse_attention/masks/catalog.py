@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import blocks
 from ..checks import check_choice, check_int, check_ints, check_keywords
+from ..config import AttentionConfig
 from . import attention, gallery, nsa
 from .nsa import MaskMod
 
@@ -102,7 +103,8 @@ def random_blocks(
     rank = torch.rand((count, count), generator=torch.Generator().manual_seed(0)).tril(-1)
     top, index = rank.topk(min(num_selected_blocks, count), dim=-1)
     index = torch.where(top > 0, index, -1).repeat_interleave(selection_block_size, 0)[:length]
-    membership = nsa.block_membership(index[None, None].to(device), count, selection_block_size)
+    config = AttentionConfig.unchecked(selection_block_size=selection_block_size, causal=True)
+    membership = nsa.block_membership(index[None, :, None].to(device), count, config)
     mod = nsa.selected_mask_mod(membership, selection_block_size)
     # all batch rows and heads use the membership of row 0 and head 0
     return lambda b, h, i, j: mod(b * 0, h * 0, i, j)

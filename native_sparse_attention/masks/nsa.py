@@ -30,6 +30,9 @@ from ..checks import (
     check_shapes,
     check_tensor,
 )
+from ..config import AttentionConfig
+from ..ops.reference import forced_blocks, query_positions, scatter_blocks
+from ..varlen import Documents
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -116,35 +119,22 @@ def selected_mask_mod(
 def block_membership(
     block_indices: Tensor,
     num_blocks: int,
-    block_size: int,
-    *,
-    causal: bool = True,
-    num_initial_blocks: int = 0,
-    num_local_blocks: int = 1,
+    config: AttentionConfig,
     offset: int = 0,
-    bounds: tuple[Tensor, Tensor] | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
-    """Blocks that each query reads, bool [b r i c+1], from its block indices [b r i n].
-
-    A query reads its selected blocks, the first `num_initial_blocks` and, causally, the
-    `num_local_blocks` that end with its own block. Causally no block begins after the query. With
-    `bounds` [b i] a query reads only blocks `bounds[0] .. bounds[1] - 1`, of its own document. Mods
-    never read the last column: it collects indices that are no block, such as -1, and keeps the
-    axis longer than 1, since torch would compile length 1 separately.
-    """
-    index = block_indices.long()
-    index = torch.where((index >= 0) & (index < num_blocks), index, num_blocks)
-    shape = (*index.shape[:-1], num_blocks + 1)
-    membership = torch.zeros(shape, dtype=torch.bool, device=index.device).scatter_(-1, index, True)
-    c = torch.arange(num_blocks + 1, device=index.device)
-    first, end = (0, num_blocks + 1) if bounds is None else (t[:, None, :, None] for t in bounds)
-    membership |= c < first + num_initial_blocks
-    if causal:
-        i = torch.arange(index.shape[2], device=index.device) + offset
-        query_block = (i // block_size)[:, None]
-        membership |= (c <= query_block) & (c > query_block - num_local_blocks)
-        membership &= c <= query_block
-    return membership & (c >= first) & (c < end)
+    """Blocks that each query reads, bool [b r i c+1]: those of its block indices [b i r n], and the
+    forced ones of `config`. Mods never read the last column: it keeps the axis longer than 1, since
+    torch would compile length 1 separately."""
+    c = torch.arange(num_blocks + 1, device=block_indices.device)
+    chosen = torch.ones_like(block_indices, dtype=torch.bool)
+    chosen = scatter_blocks(chosen, block_indices, num_blocks + 1, False)
+    i = query_positions(block_indices, offset)
+    membership = chosen | forced_blocks(i, c, config, documents)[:, None]
+    if documents is not None:
+        first, end = (t[:, None, :, None] for t in documents.blocks(config.selection_block_size))
+        membership &= (c >= first) & (c < end)
+    return membership.contiguous()
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
@@ -349,6 +339,7 @@ def create_fine_mask(
     """
     seq_len, fine_block_size = check_ints(1, seq_len=seq_len, fine_block_size=fine_block_size)
     causal = check_bool("causal", causal)
+    config = AttentionConfig.unchecked(selection_block_size=fine_block_size, causal=causal)
     num_blocks = blocks.num_blocks(seq_len, fine_block_size)
 
     def inner(selected_block_indices: Tensor, num_grouped_queries: int = 1) -> BlockMask:
@@ -356,7 +347,7 @@ def create_fine_mask(
         check_shapes(selected_block_indices=(indices, f"b h {seq_len} sel"))
         check_tensor("selected_block_indices", indices, INDEX_DTYPES, indices.device)
         groups = check_int("num_grouped_queries", num_grouped_queries, 1)
-        membership = block_membership(indices, num_blocks, fine_block_size, causal=causal)
+        membership = block_membership(indices.transpose(1, 2), num_blocks, config)
         i = torch.arange(seq_len, device=indices.device)[None]
         ends = i + 1 if causal else torch.full_like(i, seq_len)
         return selected_block_mask(membership, ends, seq_len, fine_block_size, groups)

@@ -135,11 +135,8 @@ def selected_keys(call: Call, config: AttentionConfig) -> Any:
     if call.fine_selection_flex_mask is not None:
         return call.k, call.v, fine_block_mask(call, config)
     T, S, s = q.shape[1], call.k.shape[1], config.selection_block_size
-    membership = block_membership(
-        indices.transpose(1, 2), blocks.num_blocks(S, s), s, causal=causal,
-        num_initial_blocks=config.num_initial_blocks, num_local_blocks=config.num_local_blocks,
-        offset=call.q_offset, bounds=None if documents is None else documents.blocks(s),
-    )  # fmt: skip
+    num_blocks = blocks.num_blocks(S, s)
+    membership = block_membership(indices, num_blocks, config, call.q_offset, documents)
     if causal:
         ends = torch.arange(call.q_offset, call.q_offset + T, device=q.device)[None] + 1
     elif documents is None:

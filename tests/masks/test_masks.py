@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from native_sparse_attention import masks
+from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.masks import (
     create_compress_mask,
     create_fine_mask,
@@ -95,10 +96,11 @@ def test_offset_is_a_slice(causal):
         assert torch.equal(dense(mask), dense(whole)[:, :, offset:])
         assert_torchs_tiles(mask)
 
-        indices = torch.randint(-1, 10, (1, 2, S, 2))
-        kwargs = {"causal": causal, "num_initial_blocks": 1, "num_local_blocks": 2}
-        all_rows = masks.nsa.block_membership(indices, 10, 32, offset=0, **kwargs)
-        rows = masks.nsa.block_membership(indices[:, :, offset:], 10, 32, offset=offset, **kwargs)
+        indices = torch.randint(-1, 10, (1, S, 2, 2))
+        blocks = dict(selection_block_size=32, num_initial_blocks=1, num_local_blocks=2)
+        config = AttentionConfig(**blocks, causal=causal)
+        all_rows = masks.nsa.block_membership(indices, 10, config)
+        rows = masks.nsa.block_membership(indices[:, offset:], 10, config, offset)
         assert torch.equal(rows, all_rows[:, :, offset:])
         ends = torch.arange(1, S + 1)[None] if causal else torch.full((1, S), S)
         whole = masks.nsa.selected_block_mask(all_rows, ends, S, 32)
