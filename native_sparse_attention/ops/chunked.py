@@ -15,13 +15,11 @@ Half precisions are computed in fp32, products included, and results are rounded
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, repeat
-from local_attention import LocalAttention
+from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -192,7 +190,8 @@ def attend(
         most = CHUNK_SCORES * gpu_factor(q.device)
         queries = max(LEAST_QUERIES, most // max(1, q.shape[0] * q.shape[2] * KEYS))
         window = k.shape[1] - visibility.key_range(k.shape[1], k.shape[1])[0]
-        chunk_sizes = min(queries, max(64, window)), KEYS  # a window limits its queries
+        # a window limits its queries
+        chunk_sizes = min(queries, max(64, window) * gpu_factor(q.device)), KEYS
     tiles = []
     for rows in split_range(0, q.shape[1], chunk_sizes[0]):
         start, stop, offset = 0, k.shape[1], visibility.q_offset
@@ -278,38 +277,6 @@ def selection_gates(call: Call, config: AttentionConfig, block_indices: Tensor) 
 
 # the backend
 
-# a layer has no weights, so all callers share one
-make_local_attention = lru_cache(maxsize=64)(LocalAttention)
-LOCAL_OPTIONS = dict(exact_windowsize=True, autopad=True, use_rotary_pos_emb=False)
-
-
-def supports_local_attention(call: Call, config: AttentionConfig) -> bool:
-    """Whether the package local-attention supports this call and is faster: whole sequences of at
-    least two windows, no compiled graph (the package branches on the length)."""
-    q, w = call.q, config.sliding_window_size
-    if config.branches != ("window",) or torch.compiler.is_compiling():
-        return False
-    if call.documents is not None or call.sinks is not None or config.soft_cap is not None:
-        return False
-    whole = isinstance(call.q_offset, int) and q.shape[1] == call.k.shape[1]
-    return whole and len(q) > 0 and 0 < 2 * w <= q.shape[1]
-
-
-def local_attention(call: Call, config: AttentionConfig) -> Tensor:
-    """Window attention [B T H E] of a call that the package supports, in memory O(T w)."""
-    q, k, v, w, causal = call.q, call.k, call.v, config.sliding_window_size, config.causal
-    groups = q.shape[2] // k.shape[2]
-    q = rearrange(q, "b i h d -> b h i d")
-    k, v = (repeat(t, "b j k d -> b (k g) j d", g=groups) for t in (k, v))
-    # the package pads to whole windows; a two-sided window would attend to the padding
-    padding = None
-    if not causal and q.shape[2] % w:
-        padding = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
-    out = make_local_attention(w, causal=causal, scale=config.scale, **LOCAL_OPTIONS)(
-        q, k, v, mask=padding
-    )
-    return rearrange(out, "b h i e -> b i h e")
-
 
 def forms_few(scores_of_query: int, q: Tensor) -> bool:
     """Whether the specification may form all scores at once. Compiled graphs would unroll chunks,
@@ -331,8 +298,9 @@ def attend_branch(call: Call, config: AttentionConfig, return_lse: bool = False)
     q, _, v, *_ = floats
     with no_autocast(q.device.type):
         call = call.but(**dict(zip(names, upcast(*floats), strict=True)))
-        if not return_lse and supports_local_attention(call, config):
-            return local_attention(call, config).to(v.dtype)
-        form = reference.attend if forms_few(q.shape[2] * call.k.shape[1], q) else attend
+        keys = call.k.shape[1]
+        if config.branches == ("window",):  # only tiles leave out what a narrow window hides
+            keys *= blocks.ceil_div(keys, config.sliding_window_size + 1)
+        form = reference.attend if forms_few(q.shape[2] * keys, q) else attend
         result = reference.attend_branch(call, config, form, return_lse)
     return (result[0].to(v.dtype), result[1]) if return_lse else result.to(v.dtype)

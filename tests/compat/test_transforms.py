@@ -81,7 +81,6 @@ def test_linear_memory(name, monkeypatch):
     """Second derivatives are right; batched gradients refuse, but for those of gates."""
     f, x = (EAGER | DENSE | SECOND)[name]
     monkeypatch.setattr(chunked, "MAX_SCORES", 0)
-    monkeypatch.setattr(chunked, "supports_local_attention", lambda *_: False)
     x = x.clone().requires_grad_()
     out = f(x)
     if name == "gates":  # whose value is constant
