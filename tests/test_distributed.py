@@ -1,32 +1,22 @@
 """Real processes under torchrun, on the CPU over gloo: sharded models are the models themselves."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests.helpers import processes
+from tests.helpers.processes import printed
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
 
 
-def torchrun(script: str | Path, processes: int, *arguments: str, restarts: int = 0) -> str:
-    """What the processes print."""
-    if not torch.distributed.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
-    command += [str(SCRIPTS / script), *arguments]
+def torchrun(script: str | Path, number: int, *arguments: str, restarts: int = 0) -> str:
+    """What so many processes print."""
     # docs/scaling.md: what a restart needs; no GPU, of which there may be fewer than processes
-    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    pipes = dict(capture_output=True, text=True, timeout=240)
-    result = subprocess.run(command, **pipes, env=environment)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return result.stdout
+    how = dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", CUDA_VISIBLE_DEVICES="", restarts=restarts)
+    return printed(processes.torchrun(number, SCRIPTS / script, *arguments, **how))
 
 
 def test_two_processes(tmp_path):

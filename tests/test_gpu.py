@@ -3,9 +3,6 @@ very long sequences. On the second of two GPUs a layer is what it is on the firs
 current one."""
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from tests.helpers.budget import assert_right
 from tests.helpers.calls import Call, under_selection
 from tests.helpers.decoder import CACHES, Decoder
 from tests.helpers.layers import DIM, SETTINGS, layer
+from tests.helpers.processes import printed, python
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -313,9 +311,4 @@ def test_many_tokens(T, heads, kv_heads, width, rows):
 
 def test_every_kernel_is_launched_for_the_sanitizer():
     """`make sanitize`, less the sanitizer."""
-    root = Path(__file__).parent.parent
-    command = [sys.executable, root / "tests" / "scripts" / "sanitize.py", "--jobs", "8"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    pipes = dict(capture_output=True, text=True)
-    done = subprocess.run(command, cwd=root, env=environment, **pipes)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed(python(Path(__file__).parent / "scripts" / "sanitize.py", "--jobs", "8"))

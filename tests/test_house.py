@@ -6,14 +6,13 @@ import functools
 import graphlib
 import importlib.metadata
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.processes import printed, python
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "native_sparse_attention"
@@ -160,12 +159,6 @@ def test_package_raises_and_warns_but_never_asserts_or_prints():
     assert not wrong, "\n".join(wrong)
 
 
-def run_python(code: str, **env: str) -> None:
-    command, env = [sys.executable, "-c", code], {**os.environ, **env}
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_kernels_call_no_builtin_that_older_versions_of_triton_lack():
     """`min` and `max` of numbers known at compile time: Triton 3.4 and 3.5 take them for those of
     tensors. Neither the interpreter nor a later Triton minds."""
@@ -184,8 +177,7 @@ def test_kernels_call_no_builtin_that_older_versions_of_triton_lack():
 
 def test_import_needs_no_triton_and_no_gpu():
     """And sources on the path that are not installed have a version too."""
-    run_python(
-        """
+    code = """
 import sys
 from importlib import metadata
 
@@ -199,17 +191,15 @@ import native_sparse_attention, torch
 
 assert not torch.cuda.is_initialized(), "the import initialised CUDA"
 assert native_sparse_attention.__version__ == "0+unknown"
-""",
-        CUDA_VISIBLE_DEVICES="",
-    )
+"""
+    printed(python("-c", code, cwd=ROOT, CUDA_VISIBLE_DEVICES=""))
 
 
 def test_import_is_light():
     """With triton and a GPU at hand it loads no kernel and asks nothing of CUDA, for workers fork
     after the import; no compiler, which takes seconds to load; and it warns of nothing. Warnings
     that dependencies give at their own import are theirs."""
-    run_python(
-        """
+    code = """
 import sys, torch
 
 heavy = (
@@ -233,7 +223,7 @@ loaded = [name for name in sys.modules if name.startswith("native_sparse_attenti
 loaded += [name for name in heavy if name in sys.modules and name not in by_torch]
 assert not loaded, f"the import loaded {loaded}"
 """
-    )
+    printed(python("-c", code, cwd=ROOT))
 
 
 def python_blocks(document: Path) -> Iterator[tuple[int, str]]:

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import torch
 
 from native_sparse_attention import NSAConfig, SparseAttention, warmup
 from native_sparse_attention.compress import MeanPool
+from tests.helpers.processes import printed, python
 
 CONFIG = NSAConfig(
     dim=64, dim_head=32, heads=4, kv_heads=2, sliding_window_size=31, compress_block_size=16,
@@ -23,14 +21,9 @@ CONFIG = NSAConfig(
 @pytest.mark.slow
 def test_kernels_compile_side_by_side(tmp_path):
     pytest.importorskip("triton")
-    env = {n: value for n, value in os.environ.items() if n != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     script = Path(__file__).parent / "scripts" / "compile_ahead.py"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    env = dict(TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    found = json.loads(printed(python("-W", "ignore", script, **env)).splitlines()[-1])
     if not found.pop("possible"):
         pytest.skip("this Triton does not compile in threads, or there is one core")
     assert found == {

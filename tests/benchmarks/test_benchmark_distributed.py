@@ -1,9 +1,5 @@
 """benchmarks.distributed in two processes over gloo; its intervals and its table."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -14,16 +10,13 @@ if not torch.distributed.is_available():
 
 from benchmarks import clock, distributed, scaling
 from native_sparse_attention import Transformer
+from tests.helpers.processes import printed, torchrun
 
 
 def test_quick_form(tmp_path):
     out = tmp_path / "rows.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "benchmarks.distributed", "--quick", "--device", "cpu", "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    pipes = dict(capture_output=True, text=True, timeout=240)
-    done = subprocess.run(command, cwd=common.ROOT, env=environment, **pipes)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    command = "-m", "benchmarks.distributed", "--quick", "--device", "cpu", "--out", out
+    printed(torchrun(2, *command, cwd=common.ROOT, PYTHONWARNINGS="ignore"))
     rows = common.read_rows(out)
     assert [(row["subject"], row["mode"]) for row in rows] == [
         *[("model", mode) for mode in distributed.MODES],

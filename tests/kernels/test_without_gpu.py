@@ -4,9 +4,6 @@ of dense attention have it. `compile_kernels.py` compiles more kernels, and the 
 another GPU with the oldest Triton."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,17 +12,14 @@ pytest.importorskip("triton")
 
 from benchmarks import common
 from native_sparse_attention.kernels.common import launch
+from tests.helpers.processes import printed, python
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 
 def output_of(script, *args):
     # the interpreter compiles nothing
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, SCRIPTS / script, *args]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return printed(python(SCRIPTS / script, *args, TRITON_INTERPRET="0"))
 
 
 PORTABLE = "flash_fwd flash_dq flash_dkv topk_logits selected_fwd_key_major selected_bwd_key_major"

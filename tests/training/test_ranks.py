@@ -1,12 +1,11 @@
 """train_enwik8.py in several processes, started by torchrun."""
 
 import re
-import subprocess
-import sys
 from argparse import Namespace
 
 import pytest
 
+from tests.helpers.processes import torchrun
 from tests.training.test_train_enwik8 import (  # noqa: F401
     ROOT,
     TINY,
@@ -26,15 +25,6 @@ PLAN = [
 FAILING = ROOT / "tests/scripts/failing_run.py"
 
 
-def torchrun(processes, cwd, *args, script=ROOT / "train_enwik8.py", restarts=0):
-    if not ranks.dist.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", f"--max-restarts={restarts}", script, *args]
-    pipes = dict(capture_output=True, text=True, timeout=240)
-    return subprocess.run([*map(str, command)], cwd=cwd, **pipes)
-
-
 def check_metrics(run, alone):
     """They are those of one process."""
     for one, many in zip(metrics(alone), metrics(run), strict=True):
@@ -47,7 +37,7 @@ def test_a_rank_that_hangs(text, tmp_path):  # noqa: F811
     packed documents too."""
     mesh = ["--cp", 2, "--tp", 2, "--timeout", 6]
     plan = ["--data", text, *PLAN, "--steps", 6, "--pack", 7]
-    done = torchrun(4, tmp_path, "hang", *plan, *mesh, "--name", "run", script=FAILING)
+    done = torchrun(4, FAILING, "hang", *plan, *mesh, "--name", "run", cwd=tmp_path)
     assert done.returncode != 0
     assert re.search(r"rank [023] failed at step 5: RuntimeError: .*Timed out wait", done.stderr)
     assert "rank 1 failed" not in done.stderr
@@ -64,7 +54,7 @@ def test_torchrun_restarts(text, tmp_path):  # noqa: F811
     Later ones go on with theirs."""
     plan = ["--data", text, *PLAN, "--steps", 6, "--attention", "auto"]
     finished(in_process(tmp_path, *plan, "--name", "older"))
-    done = finished(torchrun(2, tmp_path, "mismatch,kill", *plan, script=FAILING, restarts=2))
+    done = finished(torchrun(2, FAILING, "mismatch,kill", *plan, cwd=tmp_path, restarts=2))
     assert "--lr is 0.5 in rank 1 and 0.002 in rank 0: start all" in done.stderr
     assert re.findall(r": step (\d) of 6", done.stdout) == ["0", "3"]
     check_metrics(tmp_path / "runs/squares-sparse-1", tmp_path / "runs/older")

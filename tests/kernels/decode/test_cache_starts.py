@@ -1,13 +1,11 @@
 """Lengths of a fixed cache in a compiled step, which a GPU checks as it reads them."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from native_sparse_attention.kernels.decode import kv_cache
 from tests.helpers.budget import DEVICE
+from tests.helpers.processes import python
 
 pytestmark = pytest.mark.kernels
 
@@ -36,6 +34,6 @@ def test_tokens_that_do_not_fit(case):
     """A process cannot go on after an assertion."""
     code = "import torch; from tests.kernels.decode.test_cache_starts import TOO_MANY, starts; "
     code += f"starts(*TOO_MANY[{case!r}]); torch.cuda.synchronize()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python("-c", code)
     assert done.returncode != 0
     assert "cache is full, or lengths are not between 0 and n" in done.stderr
