@@ -9,6 +9,7 @@ from native_sparse_attention import NSAConfig, SparseAttention, Transformer
 from native_sparse_attention.ops.decode import decode_attention
 from tests.helpers import calls
 from tests.helpers.budget import CUDA, DEVICE
+from tests.helpers.sizes import sizes
 from tests.kernels.decode import test_decode
 
 kernels = pytest.mark.kernels
@@ -97,10 +98,7 @@ SETTINGS = {
     "dense begin": dict(dense_length=24),
     "index": dict(importance="index"),
     "8 bits": dict(ranking_bits=8),
-    "two stages": dict(
-        selection_block_size=4, compress_block_size=2, compress_block_sliding_stride=2,
-        num_local_blocks=4, num_selected_groups=1,
-    ),
+    "two stages": sizes(2, 2, 4, num_local_blocks=4, num_selected_groups=1),
     "three branches": dict(
         branches=("compressed", "selected", "window"), importance="logits", rank_rotated=False,
         compress_block_size=8, compress_block_sliding_stride=4, sliding_window_size=11,

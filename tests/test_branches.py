@@ -13,6 +13,7 @@ from native_sparse_attention.ops.branches import TOLD
 from native_sparse_attention.rotary import Rotary, rotate
 from native_sparse_attention.transformer import Attention
 from tests.helpers.layers import DIM, close, layer, normal, projected
+from tests.helpers.sizes import sizes
 
 BRANCHES = ("compressed", "selected", "window")
 SUBSETS = [some for r in (1, 2, 3) for some in itertools.combinations(BRANCHES, r)]
@@ -24,10 +25,7 @@ def tensors(T=41, H=4, K=2, D=8, d=4):
     return dict(q=q, k=k, v=v), dict(ck=normal(2, T // d, K, D), cv=normal(2, T // d, K, D))
 
 
-SIZES = dict(
-    compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8,
-    num_selected_blocks=2, sliding_window_size=5,
-)  # fmt: skip
+SIZES = sizes(8, 4, 8, n=2, w=5)
 
 
 @pytest.mark.parametrize("backend", ["eager", "flex"])

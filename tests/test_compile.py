@@ -13,6 +13,7 @@ from native_sparse_attention.transformer import Attention
 from tests.helpers.budget import DEVICE
 from tests.helpers.decoder import Decoder
 from tests.helpers.layers import DIM, SETTINGS, SIZES, layer, normal, step
+from tests.helpers.sizes import sizes
 
 
 @pytest.fixture
@@ -67,8 +68,8 @@ def test_one_graph_for_any_length(settings, call, compiled):
 
 @pytest.mark.slow
 def test_a_training_step_is_one_graph(compiled):
-    sizes = {name: SIZES[name] for name in list(SIZES)[4:]}
-    model = Transformer(16, DIM, 1, heads=2, use_sparse_attn=True, sparse_attn_kwargs=sizes)
+    sparse = sizes(8, 4, 8, n=2, w=5)
+    model = Transformer(16, DIM, 1, heads=2, use_sparse_attn=True, sparse_attn_kwargs=sparse)
     ids = torch.randint(16, (2, 33))
     expected = model(ids, return_loss=True)
     run, counter = compiled(model, "aot_eager")

@@ -11,11 +11,9 @@ import torch
 from native_sparse_attention import BlockSizes, NSAConfig, SparseAttention
 from native_sparse_attention.checks import BRANCHES
 from native_sparse_attention.presets import PRESETS, RECOMMENDED, preset
+from tests.helpers.sizes import sizes
 
-SIZES = dict(
-    dim=16, dim_head=8, heads=4, kv_heads=2, sliding_window_size=4, compress_block_size=8,
-    compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
-)  # fmt: skip
+SIZES = sizes(8, 4, 8, n=2, w=4, dim=16, dim_head=8, heads=4, kv_heads=2)
 OTHERS = dict(
     num_compressed_mem_kv=2, causal=True, norm=False, use_diff_topk=True, importance="probs",
     num_initial_blocks=1, num_local_blocks=2, selection_stride=2, branch_kv="independent",

@@ -20,11 +20,11 @@ from native_sparse_attention.compress import AttentionPool, MeanPool
 from native_sparse_attention.cost import keys_read
 from native_sparse_attention.ops import reference
 from native_sparse_attention.presets import PRESETS
+from tests.helpers.sizes import sizes
 
-SETTINGS = dict(
-    dim=48, dim_head=16, heads=4, kv_heads=2, sliding_window_size=5, compress_block_size=8,
-    compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2, causal=True,
-    num_initial_blocks=0, num_local_blocks=1,
+SETTINGS = sizes(
+    8, 4, 8, n=2, w=5, dim=48, dim_head=16, heads=4, kv_heads=2, causal=True, num_initial_blocks=0,
+    num_local_blocks=1,
 )  # fmt: skip
 CONFIG, ONE_SOFTMAX = NSAConfig(**SETTINGS), "one-softmax"
 SHAPE = dict(dim=4096, dim_head=128, heads=32, kv_heads=8, causal=True)

@@ -16,16 +16,14 @@ from tests.helpers.calls import Call, under_selection
 from tests.helpers.decoder import CACHES, Decoder
 from tests.helpers.layers import DIM, SETTINGS, layer
 from tests.helpers.processes import printed, python
+from tests.helpers.sizes import sizes
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 # heads of 16, which flex_attention can take
 WIDE = dict(dim_head=16)
-KERNELS = dict(
-    sliding_window_size=63, compress_block_size=32, compress_block_sliding_stride=16,
-    selection_block_size=64, num_selected_blocks=4,
-)  # fmt: skip
+KERNELS = sizes(32, 16, 64, n=4, w=63)
 RANKINGS = [{}, dict(use_diff_topk=True), dict(selection_stride=4), dict(importance="probs")]
 
 
@@ -254,10 +252,7 @@ def test_compiled_for_all_lengths(dtype):
     assert len(graphs) <= 2
 
 
-PAPER = dict(
-    compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
-    num_selected_blocks=13, num_initial_blocks=1, num_local_blocks=2, sliding_window_size=511,
-)  # fmt: skip
+PAPER = sizes(32, 16, 64, n=13, w=511, num_initial_blocks=1, num_local_blocks=2)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 from native_sparse_attention import SparseAttention, Transformer
 from tests.helpers.layers import randomize
+from tests.helpers.sizes import sizes
 
 DIM = 48
 
@@ -46,14 +47,8 @@ CASES += [(case, "0.2.3", n) for case in TWO_SIDED for n in (32, 64)]
 def layers(published, case, version):
     """Theirs and ours, weights loaded both ways."""
     changed = (WITH_STRIDE | WITHOUT_STRIDE | TWO_SIDED)[case]
-    sizes = SIZES | {name: value for name, value in changed.items() if name in SIZES}
-    kwargs = dict(
-        dim=DIM, dim_head=16, heads=4, kv_heads=2, causal=True, compress_block_size=sizes["l"],
-        selection_block_size=sizes["s"], num_selected_blocks=sizes["n"],
-        sliding_window_size=sizes["w"],
-    ) | {name: value for name, value in changed.items() if name not in SIZES}  # fmt: skip
-    if sizes["d"] is not None:
-        kwargs["compress_block_sliding_stride"] = sizes["d"]
+    shape = dict(dim=DIM, dim_head=16, heads=4, kv_heads=2, causal=True)
+    kwargs = sizes(**SIZES | shape | changed)
     theirs = randomize(published(version).SparseAttention(**kwargs))
     ours = SparseAttention(**kwargs)
     ours.load_state_dict(theirs.state_dict(), strict=True)
@@ -101,10 +96,7 @@ def test_transformer(published):
     """Names and values of a whole model, sparse and dense."""
     theirs_module = published("0.2.3").transformer
     kwargs = dict(num_tokens=64, dim=32, depth=2, dim_head=16, heads=2)
-    sparse = dict(
-        sliding_window_size=8, compress_block_size=8, compress_block_sliding_stride=4,
-        selection_block_size=8, num_selected_blocks=2,
-    )  # fmt: skip
+    sparse = sizes(8, 4, 8, n=2, w=8)
     ids = torch.randint(0, 64, (2, 41))
     for use_sparse_attn in (True, False):
         both = dict(kwargs, use_sparse_attn=use_sparse_attn, sparse_attn_kwargs=sparse)

@@ -9,13 +9,11 @@ from native_sparse_attention.compress import CompressTransformer
 from native_sparse_attention.generate import token_sampler
 from tests.helpers.budget import DEVICE
 from tests.helpers.layers import TOKENS
+from tests.helpers.sizes import sizes
 
 both = pytest.mark.parametrize("use_sparse_attn", [True, False])
 with_cache = pytest.mark.parametrize("use_cache_kv", [True, False])
-SIZES = dict(
-    sliding_window_size=9, compress_block_size=8, compress_block_sliding_stride=4,
-    selection_block_size=8, num_selected_blocks=2, num_compressed_mem_kv=1,
-)  # fmt: skip
+SIZES = sizes(8, 4, 8, n=2, w=9, num_compressed_mem_kv=1)
 
 
 def model(use_sparse_attn=True, causal=True, **changed):

@@ -6,13 +6,11 @@ import torch
 
 from native_sparse_attention import NSAConfig, nsa_cost, select_blocks
 from tests.helpers.budget import DEVICE, running
+from tests.helpers.sizes import sizes
 
 kernels = pytest.mark.kernels
 BACKENDS = ["eager", pytest.param("triton", marks=kernels)]
-SIZES = dict(
-    compress_block_size=4, compress_block_sliding_stride=4, selection_block_size=8,
-    num_selected_blocks=3, num_initial_blocks=1, num_local_blocks=4,
-)  # fmt: skip
+SIZES = sizes(4, 4, 8, n=3, num_initial_blocks=1, num_local_blocks=4)
 
 
 def draw(T, S, H, K, D, d=4, dtype=torch.float32):

@@ -15,12 +15,10 @@ import native_sparse_attention as nsa
 from native_sparse_attention import KVCache, SparseAttention, Transformer, masks, varlen
 from native_sparse_attention import compress as networks
 from native_sparse_attention.transformer import Attention
+from tests.helpers.sizes import sizes
 
 B, T, H, K, D = 2, 16, 4, 2, 8
-SELECTION = dict(
-    compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8,
-    num_selected_blocks=2,
-)  # fmt: skip
+SELECTION = sizes(8, 4, 8, n=2)
 LAYER = dict(
     dim=16, dim_head=8, heads=4, kv_heads=2, sliding_window_size=4, causal=True, **SELECTION
 )

@@ -13,16 +13,14 @@ import native_sparse_attention as nsa
 from native_sparse_attention import blocks
 from native_sparse_attention.ops.reference import combine_branches
 from tests.helpers.budget import CUDA, DEVICE
+from tests.helpers.sizes import sizes
 
 # a tile of queries or keys, and the usual call: lengths, heads and sizes
 BLOCK = 64 if CUDA else 16
 PLACE = (131, 256) if CUDA else (19, 29)
 HEADS = (16, 2, 128, 128) if CUDA else (4, 2, 16, 16)
 L, D, S, W = (32, 16, 64, 100) if CUDA else (8, 4, 8, 9)
-RANKING = dict(
-    compress_block_size=L, compress_block_sliding_stride=D, selection_block_size=S,
-    num_selected_blocks=2,
-)  # fmt: skip
+RANKING = sizes(L, D, S, n=2)
 # some with no tokens, with one, and with more than a tile
 DOCUMENTS = [37, 3, 0, 1, 150, 25] if CUDA else [13, 3, 0, 1, 10, 9]
 

@@ -5,12 +5,10 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
 from native_sparse_attention import SparseAttention, compress
+from tests.helpers.sizes import sizes
 
 DIM = 24
-SIZES = dict(
-    dim=DIM, dim_head=8, heads=4, kv_heads=2, sliding_window_size=5, compress_block_size=8,
-    compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=2,
-)  # fmt: skip
+SIZES = sizes(8, 4, 8, n=2, w=5, dim=DIM, dim_head=8, heads=4, kv_heads=2)
 
 NO_COMPRESSED = dict(branches=("selected", "window"))
 # single rotated keys rank blocks of one softmax
@@ -58,9 +56,8 @@ SETTINGS = {
     "window alone": dict(branches=("window",)),
 }
 # causal only
-STAGES = dict(
-    branches=("selected",), rank_rotated=True, importance="max", compress_block_size=2,
-    compress_block_sliding_stride=2, selection_block_size=2, num_local_blocks=4,
+STAGES = sizes(
+    2, 2, 2, branches=("selected",), rank_rotated=True, importance="max", num_local_blocks=4,
     num_selected_groups=1,
 )  # fmt: skip
 

@@ -7,15 +7,14 @@ from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.ops import reference
 from native_sparse_attention.ops.call import Call
 from tests.helpers.budget import CUDA, DEVICE, running
+from tests.helpers.sizes import sizes
 
 # Triton's interpreter has no bfloat16
 DTYPE = torch.bfloat16 if CUDA else torch.float16
 
-SETTINGS = dict(
-    compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8,
-    num_selected_blocks=3, importance="logits", interpolated_importance_score=False,
-    num_initial_blocks=1, num_local_blocks=1, selection_stride=1,
-    query_heads_share_selected_kv=True, causal=True,
+SETTINGS = sizes(
+    8, 4, 8, n=3, importance="logits", interpolated_importance_score=False, num_initial_blocks=1,
+    num_local_blocks=1, selection_stride=1, query_heads_share_selected_kv=True, causal=True,
 )  # fmt: skip
 RULES = {
     "logits": dict(importance="logits"),
@@ -24,10 +23,6 @@ RULES = {
     "max": dict(importance="max"),
     "head_max": dict(importance="head_max"),
 }
-
-
-def sizes(l, d, s):
-    return dict(compress_block_size=l, compress_block_sliding_stride=d, selection_block_size=s)
 
 
 def draw(T, S, H, K, D, *, d=4, causal=True, m=2, dtype=DTYPE, B=2):

@@ -11,6 +11,7 @@ from tests.helpers import oracles
 from tests.helpers.budget import CUDA
 from tests.helpers.calls import RANKING, draw, under_selection
 from tests.helpers.layers import close, normal
+from tests.helpers.sizes import sizes
 from tests.ops.test_table import CASES, LAYERS
 
 pytestmark = pytest.mark.skipif(CUDA, reason="of the sizes that a CPU has")
@@ -127,8 +128,7 @@ def test_selection(l, d, s, rule, interpolated, shared, causal):
 
 def test_ties_go_to_the_earlier_block():
     q, ck = torch.ones(1, 64, 1, 4), torch.ones(1, 16, 1, 4)
-    sizes = dict(compress_block_size=4, compress_block_sliding_stride=4, selection_block_size=8)
-    indices = nsa.select_blocks(q, ck, **sizes, num_selected_blocks=3)
+    indices = nsa.select_blocks(q, ck, **sizes(4, 4, 8, n=3))
     assert indices[0, 63, 0].tolist() == [0, 1, 2]
     assert indices[0, 17, 0].tolist() == [0, 1, -1]
     assert indices[0, 7, 0].tolist() == [-1, -1, -1]
@@ -148,10 +148,7 @@ def test_caps_and_sinks_in_the_ranking():
 
 # what it refuses, and calls of nothing
 
-SIZES = dict(
-    compress_block_size=4, compress_block_sliding_stride=2, selection_block_size=4,
-    num_selected_blocks=2, sliding_window_size=3,
-)  # fmt: skip
+SIZES = sizes(4, 2, 4, n=2, w=3)
 
 
 @pytest.mark.parametrize("B, T, S", [(0, 5, 5), (2, 0, 7), (2, 0, 0), (0, 0, 0)])

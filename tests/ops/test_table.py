@@ -22,6 +22,7 @@ from tests.helpers.calls import (
     heads_first,
     under_selection,
 )
+from tests.helpers.sizes import sizes
 
 B, PRIME = BLOCK, 131 if CUDA else 37
 WIDTH = HEADS[2]
@@ -138,10 +139,7 @@ def test_branches(backend, dtype, branch, case, untraced_flex):
 PAPER = dict(importance="probs", num_initial_blocks=1, num_local_blocks=2)
 TOKENS = dict(importance="max", compress_block_size=1, compress_block_sliding_stride=1)
 # groups of 16 tokens
-STAGES = dict(
-    importance="max", compress_block_size=4, compress_block_sliding_stride=4,
-    selection_block_size=4, num_local_blocks=4, num_selected_groups=1,
-)  # fmt: skip
+STAGES = sizes(4, 4, 4, importance="max", num_local_blocks=4, num_selected_groups=1)
 # the first tokens share the ranking of a token before them: forced, repeated and future blocks too
 GROUPS = dict(selection_stride=4, place=(PLACE[0], PLACE[1] - 3))
 LEADERS = [[[0, -1]], [[1, 1]]]
@@ -235,9 +233,8 @@ if CUDA:
             for stride in (1, 4)
         }
         LAYERS[name] |= {
-            f"windows {l} by {d}, {n} blocks of {s}, {heads}": dict(
-                compress_block_size=l, compress_block_sliding_stride=d, selection_block_size=s,
-                num_selected_blocks=n, heads=heads, place=(200, 3 * s * n // 2 + 37),
+            f"windows {l} by {d}, {n} blocks of {s}, {heads}": sizes(
+                l, d, s, n=n, heads=heads, place=(200, 3 * s * n // 2 + 37),
             )
             for l, d, s, n in [(16, 8, 32, 40), (32, 32, 64, 32), (64, 32, 128, 6)]
             for heads in [(16, 1, 128, 128), (4, 2, 80, 96)]
@@ -263,7 +260,7 @@ def test_layers(backend, dtype, branch, case, untraced_flex):
 GEOMETRIES = [(8, 4, 8), (5, 2, 8), (8, 8, 4), (12, 6, 2), (4, 4, 4), (40, 4, 16), (2, 1, 16)]
 GEOMETRIES += [(8, 4, 4), (12, 4, 4), (8, 4, 16), (12, 4, 12)]
 SELECTIONS = {
-    **{f"windows {l} by {d}, blocks of {s}": selections.sizes(l, d, s) for l, d, s in GEOMETRIES},
+    **{f"windows {l} by {d}, blocks of {s}": sizes(l, d, s) for l, d, s in GEOMETRIES},
     "two-sided, each head": dict(causal=False, each=True, num_local_blocks=2),
     "1 token": dict(place=(1, 1)),
     "a block": dict(place=(8, 8)),
@@ -290,7 +287,7 @@ if CUDA:
     SELECTIONS |= {
         f"{n} slots of {heads}": dict(
             num_selected_blocks=n, place=(8192, 32768), heads=heads, memory=1,
-            **selections.sizes(32, 16, 64),
+            **sizes(32, 16, 64),
         )
         for n in (13, 16, 33, 64)
         for heads in ((16, 1, 128), (4, 4, 64))

@@ -33,6 +33,7 @@ from native_sparse_attention.kernels.decode import persistent, read_all
 from native_sparse_attention.ops.call import Call
 from native_sparse_attention.ops.triton import backend as triton_backend
 from tests.helpers.calls import draw
+from tests.helpers.sizes import sizes
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -42,10 +43,7 @@ WIDE = (16, 1, 128, 128)
 UNIONS = {"union": launch.UnionRule(4, 1.6, min_groups=0)}
 # what a launch of few tokens does not take by itself
 ON_A_HOPPER = {"flash_sm90": True, "union_sm90": True, **UNIONS}
-SIZES = dict(
-    compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=32,
-    num_selected_blocks=2, sliding_window_size=70, num_initial_blocks=1, num_local_blocks=2,
-)  # fmt: skip
+SIZES = sizes(8, 4, 32, n=2, w=70, num_initial_blocks=1, num_local_blocks=2)
 # windows of one token
 TOKENS = dict(importance="max", compress_block_size=1, compress_block_sliding_stride=1)
 

@@ -39,6 +39,7 @@ from native_sparse_attention.kernels.decode import kv_cache
 from native_sparse_attention.kernels.selected import key_major, query_major
 from tests.helpers.budget import CUDA, DEVICE, FORMS
 from tests.helpers.calls import draw as draw_call
+from tests.helpers.sizes import sizes
 
 # Triton's interpreter has no bfloat16
 DTYPE = torch.bfloat16 if CUDA else torch.float32
@@ -46,14 +47,8 @@ DTYPE = torch.bfloat16 if CUDA else torch.float32
 HOPPER = launch.supports_gluon(torch.empty(0, device=DEVICE))
 # query heads, KV heads, and widths of keys and of values
 HEADS = (6, 2, 24, 40)
-SIZES = dict(
-    compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8,
-    num_selected_blocks=3, sliding_window_size=11, num_initial_blocks=1, num_local_blocks=2,
-)  # fmt: skip
-LARGE = SIZES | dict(
-    compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
-    sliding_window_size=129,
-)  # fmt: skip
+SIZES = sizes(8, 4, 8, n=3, w=11, num_initial_blocks=1, num_local_blocks=2)
+LARGE = SIZES | sizes(32, 16, 64, w=129)
 
 
 def all_kernels() -> Iterator[tuple[str, Any]]:
@@ -199,11 +194,11 @@ def hopper() -> None:
     q, k = draw(1, 700, 4, 128), draw(1, 700, 2, 128)
     tokens = dict.fromkeys(("compress_block_size", "compress_block_sliding_stride"), 1)
     windows = dict.fromkeys(tokens, 16) | dict(num_selected_groups=1, k=k)
-    for sizes, ck in ((tokens, k), (windows, k[:, :688].unflatten(1, (-1, 16)).mean(2))):
+    for settings, ck in ((tokens, k), (windows, k[:, :688].unflatten(1, (-1, 16)).mean(2))):
         for importance in ("max", "head_max"):
             select_blocks(
                 q, ck, importance=importance, selection_block_size=32, num_selected_blocks=3,
-                num_local_blocks=4, seq_len=700, backend="triton", **sizes,
+                num_local_blocks=4, seq_len=700, backend="triton", **settings,
             )  # fmt: skip
 
 

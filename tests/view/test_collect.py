@@ -10,6 +10,7 @@ import native_sparse_attention as nsa
 from native_sparse_attention import KVCache, Transformer, collect
 from native_sparse_attention.view import collector
 from tests.helpers.layers import DIM, SETTINGS, layer
+from tests.helpers.sizes import sizes
 
 CASES = [(name, causal) for name in SETTINGS for causal in (True, False)]
 case = pytest.mark.parametrize(
@@ -197,10 +198,7 @@ def test_scores_decide_the_ranking(name, causal):
     torch.testing.assert_close(ordered.mass, torch.ones_like(ordered.mass))
 
 
-SMALL = dict(
-    compress_block_size=4, compress_block_sliding_stride=2, selection_block_size=4,
-    num_selected_blocks=2, sliding_window_size=4,
-)  # fmt: skip
+SMALL = sizes(4, 2, 4, n=2, w=4)
 
 
 def small_model(**kwargs):

@@ -13,6 +13,7 @@ import torch
 
 from native_sparse_attention import Transformer, collect
 from native_sparse_attention.view import byte_texts, page
+from tests.helpers.sizes import sizes
 
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -20,10 +21,7 @@ BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 TEXT = "Bees read the dance of bees.\n\tA dance is a map: \u00e9t\u00e9 </script> & <b>\n" * 3
 DATA = TEXT.encode() + b"\xff\x00\x07"
 TOKENS = list(DATA)
-SMALL = dict(
-    compress_block_size=4, compress_block_sliding_stride=2, selection_block_size=8,
-    num_selected_blocks=2, sliding_window_size=4, num_initial_blocks=1,
-)  # fmt: skip
+SMALL = sizes(4, 2, 8, n=2, w=4, num_initial_blocks=1)
 ONE_SOFTMAX = SMALL | dict(branches=("selected",), dense_length=16, num_local_blocks=2)
 FORMS = {
     "three branches": SMALL,

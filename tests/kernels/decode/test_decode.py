@@ -13,13 +13,11 @@ from tests.helpers import budget
 from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.decoder import Decoder
 from tests.helpers.layers import DIM, SETTINGS, layer
+from tests.helpers.sizes import sizes
 
 kernels = pytest.mark.kernels
 DTYPE = torch.float16 if CUDA else torch.float32
-SIZES = dict(
-    compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8,
-    num_selected_blocks=3, sliding_window_size=11,
-)  # fmt: skip
+SIZES = sizes(8, 4, 8, n=3, w=11)
 
 
 def problem(
@@ -133,15 +131,11 @@ CASES = {
     ),
     "narrow window": dict(sliding_window_size=2, num_local_blocks=3, sinks=True),
     "nothing to select": dict(num_selected_blocks=0, memory=0, T=1),
-    "interpolated, d > s": dict(
-        compress_block_size=24, compress_block_sliding_stride=24, selection_block_size=4, N=60,
-        interpolated_importance_score=True, heads=(6, 2, 24, 16),
+    "interpolated, d > s": sizes(
+        24, 24, 4, N=60, interpolated_importance_score=True, heads=(6, 2, 24, 16),
     ),
     "no local block": dict(num_local_blocks=0, scale=-0.4),
-    "a long list": dict(
-        num_selected_blocks=20, selection_block_size=4, compress_block_sliding_stride=2,
-        compress_block_size=4, N=128, lengths=(90,), T=1,
-    ),
+    "a long list": sizes(4, 2, 4, n=20, N=128, lengths=(90,), T=1),
     "more selected than stored": dict(
         num_selected_blocks=40, num_initial_blocks=1, num_local_blocks=2
     ),
@@ -181,9 +175,8 @@ CASES = {
     ),
     "one softmax, no local block": dict(ONE, num_local_blocks=0, scale=-0.4),
     "one softmax, nothing to select": dict(ONE, num_selected_blocks=0, num_local_blocks=2),
-    "one softmax, d > s": dict(
-        ONE, importance="max", compress_block_size=12, compress_block_sliding_stride=12,
-        selection_block_size=4, N=60, num_initial_blocks=1, num_local_blocks=3,
+    "one softmax, d > s": sizes(
+        12, 12, 4, **ONE, importance="max", N=60, num_initial_blocks=1, num_local_blocks=3,
     ),
 }  # fmt: skip
 

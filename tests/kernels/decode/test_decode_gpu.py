@@ -6,14 +6,14 @@ import torch
 
 from native_sparse_attention.ops.decode import decode_attention, workspace
 from tests.helpers.budget import DEVICE
+from tests.helpers.sizes import sizes
 from tests.kernels.decode.test_decode import assert_right, problem
 
 pytestmark = pytest.mark.gpu
 
-WIDE = dict(
-    compress_block_size=32, compress_block_sliding_stride=16, selection_block_size=64,
-    num_selected_blocks=13, num_initial_blocks=1, num_local_blocks=2, sliding_window_size=511,
-    N=8192, lengths=(8000, 77, 4095),
+WIDE = sizes(
+    32, 16, 64, n=13, w=511, num_initial_blocks=1, num_local_blocks=2, N=8192,
+    lengths=(8000, 77, 4095),
 )  # fmt: skip
 
 

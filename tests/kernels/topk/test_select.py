@@ -6,7 +6,8 @@ import torch
 
 from native_sparse_attention import select_blocks
 from tests.helpers.budget import CUDA, DEVICE
-from tests.helpers.selections import RULES, SETTINGS, assert_right, draw, sizes
+from tests.helpers.selections import RULES, SETTINGS, assert_right, draw
+from tests.helpers.sizes import sizes
 
 pytest.importorskip("triton")
 
