@@ -41,6 +41,20 @@ def running(backend: str) -> Iterator[str]:
             yield backend
 
 
+@contextmanager
+def in_chunks(s, budget, work_tile_rows, **limits):
+    """Key-major passes over blocks of s tokens in chunks of this budget, with small work tiles."""
+    from native_sparse_attention.kernels.common import launch
+    from native_sparse_attention.kernels.selected import key_major
+
+    budgets = {key: {s: key_major.Budget(*budget)} for key in key_major.BUDGETS}
+    with (
+        patch.multiple(key_major, BUDGETS=budgets, MIN_TOKENS=1, MIN_DQ_TILE_ROWS=1),
+        patch.multiple(launch, WORK_TILE_ROWS=work_tile_rows, **limits),
+    ):
+        yield
+
+
 def results(op, tensors, weights, dtype, backend, gradients=True, **kwargs):
     """Output, log-sum-exp where the operation gives one, and every gradient, in `dtype`."""
     leaves = {

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.helpers.budget import DEVICE, assert_right
+from tests.helpers.budget import DEVICE, assert_right, in_chunks
 from tests.helpers.calls import draw
 from tests.helpers.on_hopper import MARKS, layer
 
@@ -16,7 +16,7 @@ if not launch.triton_is_known():
     pytest.skip("its kernels are not known to run with this Triton", allow_module_level=True)
 
 from native_sparse_attention.kernels.flash import flash_sm90
-from native_sparse_attention.kernels.selected import key_major, key_major_sm90, union_sm90
+from native_sparse_attention.kernels.selected import key_major_sm90, union_sm90
 
 pytestmark = MARKS
 BF16 = torch.bfloat16
@@ -122,17 +122,11 @@ def test_launched_by_a_layer(launches, w, width):
      ((8, 2), 128, 13, 640),
      ((6, 2), 64, 5, 320), ((7, 1), 128, 3, 320), ((2, 2), 128, 13, 640)],
 )  # fmt: skip
-def test_chunks(launches, monkeypatch, heads, D, n, T, number, dtype):
+def test_chunks(launches, heads, D, n, T, number, dtype):
     """dk, dv and dq in several chunks and work tiles of a block."""
-    budget = {64: key_major.Budget(n / number * 1.01, 1)}
-    monkeypatch.setattr(key_major, "BUDGETS", dict.fromkeys(key_major.BUDGETS, budget))
-    for module, name, value in (
-        (key_major, "MIN_TOKENS", 1), (key_major, "MIN_DQ_TILE_ROWS", 1),
-        (launch, "ENOUGH_PROGRAMS", 1), (launch, "WORK_TILE_ROWS", 1024),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, value)
     call = chosen(draw("selected", dtype, heads=(*heads, D, D), place=(T, T), n=n, **FORCED))
-    assert_right(call.op, call.tensors, dtype, **call.settings)
+    with in_chunks(64, (n / number * 1.01, 1), 1024, ENOUGH_PROGRAMS=1):
+        assert_right(call.op, call.tensors, dtype, **call.settings)
     few = heads[0] // heads[1] < launch.FEW_ROWS
     assert launches["key_major.backward"] >= (number if few else 1)
     assert launches.get("key_major.forward", 0) >= few

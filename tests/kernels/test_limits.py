@@ -6,29 +6,24 @@ import pytest
 import torch
 
 from native_sparse_attention import selected_attention
-from tests.helpers.budget import CUDA, DEVICE, assert_right
+from tests.helpers.budget import CUDA, DEVICE, assert_right, in_chunks
 from tests.helpers.calls import draw, normal
 
 pytest.importorskip("triton")
 
 from native_sparse_attention.kernels.common import launch
-from native_sparse_attention.kernels.selected import key_major
 
 pytestmark = pytest.mark.kernels
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [(2, 2, 16, 16), (8, 4, 16, 16), (12, 1, 16, 16)], ids=str)
-def test_block_that_all_choose(monkeypatch, heads):
+def test_block_that_all_choose(heads):
     """Its queries are cut into several work tiles, and tokens and KV heads into several chunks."""
-    monkeypatch.setattr(launch, "WORK_TILE_ROWS", 16)
-    few = {8: key_major.Budget(0.0, 16)}
-    monkeypatch.setattr(key_major, "BUDGETS", dict.fromkeys(key_major.BUDGETS, few))
-    monkeypatch.setattr(key_major, "MIN_TOKENS", 1)
-    monkeypatch.setattr(key_major, "MIN_DQ_TILE_ROWS", 1)
     call = draw("selected", place=(35, 50), heads=heads, n=2, selection_block_size=8)
     call.settings["block_indices"][:] = torch.tensor([0, -1], device=DEVICE)
-    assert_right(call.op, call.tensors, torch.float32, **call.settings)
+    with in_chunks(8, (0.0, 16), 16):
+        assert_right(call.op, call.tensors, torch.float32, **call.settings)
 
 
 @pytest.mark.parametrize("causal", [True, False])

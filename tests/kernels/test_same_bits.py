@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from benchmarks import problem
-from tests.helpers.budget import DEVICE, FORMS
+from tests.helpers.budget import DEVICE, FORMS, in_chunks
 
 pytest.importorskip("triton")
 
 from native_sparse_attention.kernels.common import launch
-from native_sparse_attention.kernels.selected import key_major
 from tests.helpers.memory import poisoned
 from tests.helpers.on_hopper import layer
 
@@ -91,18 +90,13 @@ def test_many_runs(case, recompute):
 
 
 @pytest.mark.parametrize("heads", [(32, 2), (8, 2), (2, 2)])
-def test_many_runs_by_chunks(heads, monkeypatch):
+def test_many_runs_by_chunks(heads):
     """Partial results by several chunks, and blocks by several work tiles."""
     setting = small(*heads)
-    few = {64: key_major.Budget(setting.n / 3, 1)}
-    monkeypatch.setattr(key_major, "BUDGETS", dict.fromkeys(key_major.BUDGETS, few))
-    for name in ("MIN_TOKENS", "MIN_DQ_TILE_ROWS"):
-        monkeypatch.setattr(key_major, name, 1)
-    monkeypatch.setattr(launch, "ENOUGH_PROGRAMS", 2)
-    monkeypatch.setattr(launch, "WORK_TILE_ROWS", 1024)
     tensors, d_out = draw(setting, B=2)
     settings = layer_settings(setting)
-    assert runs_that_differ(lambda: layer(tensors, d_out, APART, **settings), 200) == 0
+    with in_chunks(64, (setting.n / 3, 1), 1024, ENOUGH_PROGRAMS=2):
+        assert runs_that_differ(lambda: layer(tensors, d_out, APART, **settings), 200) == 0
 
 
 @pytest.mark.parametrize("importance", ["logits", "probs", "max"])

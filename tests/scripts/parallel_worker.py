@@ -6,6 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import context_parallel_worker
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -31,14 +32,8 @@ from native_sparse_attention.distributed import context_parallel_shard, parallel
 from native_sparse_attention.rotary import Rotary
 
 SHAPE = dict(dim=32, dim_head=8, heads=8, kv_heads=4, causal=True)
-SIZES = dict(
-    compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8,
-    sliding_window_size=11, num_selected_blocks=2, num_initial_blocks=1, selection_stride=4,
-)  # fmt: skip
-ONE_SOFTMAX = SIZES | dict(
-    branches=("selected",), importance="max", rank_rotated=True, compress_block_size=1,
-    compress_block_sliding_stride=1,
-)  # fmt: skip
+SIZES = context_parallel_worker.SIZES | dict(num_initial_blocks=1, selection_stride=4)
+ONE_SOFTMAX = SIZES | context_parallel_worker.ONE_SOFTMAX
 MEANS = SIZES | dict(branches=("selected",), selection_stride=1)
 PAPER = SIZES | dict(importance="probs", branch_kv="independent", use_diff_topk=True)
 INDEX = ONE_SOFTMAX | dict(importance="index", index_dim=6, rank_rotated=False)

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -36,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from native_sparse_attention import KVCache, PagedKVCache, SparseAttention, kernels, select_blocks
 from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.decode import kv_cache
-from native_sparse_attention.kernels.selected import key_major, query_major
-from tests.helpers.budget import CUDA, DEVICE, FORMS
+from native_sparse_attention.kernels.selected import query_major
+from tests.helpers.budget import CUDA, DEVICE, FORMS, in_chunks
 from tests.helpers.calls import draw as draw_call
 from tests.helpers.sizes import sizes
 
@@ -113,11 +112,7 @@ def steps(cache: KVCache, **settings: Any) -> None:
 
 def chunks() -> None:
     """Several chunks, and several work tiles of a block."""
-    budgets = {key: {64: key_major.Budget(0.0, 16)} for key in key_major.BUDGETS}
-    with (
-        patch.multiple(key_major, BUDGETS=budgets, MIN_TOKENS=1, MIN_DQ_TILE_ROWS=1),
-        patch.object(launch, "WORK_TILE_ROWS", 16),
-    ):
+    with in_chunks(64, (0.0, 16), 16):
         layer(37, 41)
 
 
