@@ -12,12 +12,12 @@ import sys
 
 import compile_kernels
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.problem import Setting
 from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.ops.call import Call
 from native_sparse_attention.ops.triton import backend
+from tests.helpers import memory
 
 
 def step(at: Setting) -> None:
@@ -33,20 +33,10 @@ def step(at: Setting) -> None:
     torch.autograd.grad(out, [*tensors, gates], d_out)
 
 
-def peak(at: Setting) -> float:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step(at)
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most / 2**20
-
-
 if __name__ == "__main__":
     compile_kernels.stand_in(90, lambda *_, **__: None)
     for case in sys.argv[1:]:
         T, heads, stride = case.split(":")
         H, K = heads.split("/")
-        print(json.dumps([case, peak(Setting(int(T), int(H), int(K), stride=int(stride)))]))
+        at = Setting(int(T), int(H), int(K), stride=int(stride))
+        print(json.dumps([case, memory.peak(lambda at=at: step(at)) / 2**20]))
