@@ -1,5 +1,7 @@
 """The language model: both kinds of attention, loss, packing, caches, checkpointing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -75,13 +77,20 @@ def test_settings_of_layers():
     preset = NSAConfig.preset(RECOMMENDED, **shape)
     paper = NSAConfig.preset("paper", 1024, **shape, scale=0.3)
     published = NSAConfig(**shape, **DEFAULT_SPARSE_ATTN)
+    assert [*DEFAULT_SPARSE_ATTN.values()] == [32, 8, 4, 8, 4]
+    l, d, s = "compress_block_size", "compress_block_sliding_stride", "selection_block_size"
+    partial = [({l: 4}, 4), ({l: 16}, 16), ({s: 16}, 4), ({d: 2}, 2)]
     for kwargs, expected in (
+        *((dict(sparse_attn_kwargs=given), replace(published, **given | {d: stride}))
+          for given, stride in partial),
         ({}, preset), (dict(config=RECOMMENDED), preset), (dict(sparse_attn_kwargs={}), published),
         (dict(config=paper), paper), (dict(config=paper, dim_head=64, heads=8), paper),
         (dict(use_flex_sliding_window=True), published),
     ):  # fmt: skip
         net = Transformer(**SHAPE | dict(use_sparse_attn="config" not in kwargs) | kwargs)
         assert net.use_sparse_attn and [layer[0].config for layer in net.layers] == [expected] * 2
+    with pytest.warns(UserWarning, match="sparse_attn_kwargs are not used"):
+        Transformer(**SHAPE, sparse_attn_kwargs={})
     for kwargs, message in (
         (dict(config="papers"), "config must be"), (dict(config=3), "config must be"),
         (dict(config=paper, sparse_attn_kwargs={}), "config and sparse_attn_kwargs are two ways"),

@@ -540,25 +540,6 @@ def test_refused(call, message):
         function(**base | REFUSED[call][message])
 
 
-@pytest.mark.parametrize(
-    "kwargs, l, d, s",
-    [
-        ({}, 8, 4, 8),
-        (dict(compress_block_size=4), 4, 4, 8),
-        (dict(compress_block_size=16), 16, 16, 8),
-        (dict(selection_block_size=16), 8, 4, 16),
-        (dict(compress_block_sliding_stride=2), 8, 2, 8),
-    ],
-)
-def test_partial_sparse_attn_kwargs(kwargs, l, d, s):
-    layer = Transformer(**MODEL, use_sparse_attn=True, sparse_attn_kwargs=kwargs).layers[0][0]
-    sizes = layer.compress_block_size, layer.compress_block_sliding_stride
-    assert (*sizes, layer.selection_block_size) == (l, d, s)
-    assert layer.sliding_window_size == 32 and layer.num_selected_blocks == 4
-    with pytest.warns(UserWarning, match="sparse_attn_kwargs are not used"):
-        Transformer(**MODEL, sparse_attn_kwargs=kwargs)
-
-
 def test_rows_of_a_cache_are_no_booleans():
     cache = KVCache(batch=2)
     for rows in (torch.tensor([True, False]), [True, False], [0.5], "01", [2], {}, torch.empty(0)):
