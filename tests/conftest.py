@@ -109,6 +109,21 @@ def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def forget_plans() -> Iterator[Callable[[], None]]:
+    """Plans are cached by shape: a test that changes limits plans anew, and leaves no plan."""
+
+    def forget() -> None:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("native_sparse_attention.kernels"):
+                for value in vars(module).values():
+                    getattr(value, "cache_clear", lambda: None)()
+
+    forget()
+    yield forget
+    forget()
+
+
+@pytest.fixture
 def waits_for_nothing() -> Callable[[], AbstractContextManager[None]]:
     """A context in which to wait for the GPU is an error."""
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -107,14 +106,6 @@ def written(B, K):
     return [*store.values(), *rotated, *windows.values()]
 
 
-def forget_plans():
-    """Drop cached plans, which were made from what a test has changed."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("native_sparse_attention.kernels"):
-            for value in vars(module).values():
-                getattr(value, "cache_clear", lambda: None)()
-
-
 @pytest.mark.slow(one_of=3)
 @pytest.mark.kernels
 @pytest.mark.parametrize("call", [
@@ -122,7 +113,7 @@ def forget_plans():
     functools.partial(layer, 2, 9, 9, 1, importance="probs"),
     functools.partial(written, 3, 2),
 ], ids=["pairs", "gather", "entries"])  # fmt: skip
-def test_a_flipped_grid_gives_the_same(monkeypatch, call):
+def test_a_flipped_grid_gives_the_same(monkeypatch, forget_plans, call):
     """As for more rows x heads than fit along an axis."""
     results = []
     with launch.using({"union": launch.UnionRule(4, 1.1, min_groups=0)}):
@@ -131,7 +122,6 @@ def test_a_flipped_grid_gives_the_same(monkeypatch, call):
             forget_plans()
             torch.manual_seed(0)
             results.append(call())
-    forget_plans()
     for value, flipped in zip(*results, strict=True):
         assert torch.equal(value, flipped)
 

@@ -93,20 +93,6 @@ def assert_right(dtype, counts=None, **changed):
     assert not rings or torch.equal(*rings[:2])
 
 
-@pytest.fixture
-def fresh_plans():
-    """Plans are cached by shape: a test that changes limits plans anew, and leaves no plan."""
-    from native_sparse_attention.kernels.decode import persistent, read_all
-
-    def clear():
-        persistent.plan.cache_clear()
-        read_all.plan.cache_clear()
-
-    clear()
-    yield
-    clear()
-
-
 ONE = dict(branches=("selected",), memory=0)
 STAGES = dict(importance="max", selection_block_size=4, num_local_blocks=4, N=128)
 TOKENS = dict(importance="max", compress_block_size=1, compress_block_sliding_stride=1)
@@ -215,7 +201,7 @@ FORMS = {
 @kernels
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("form", FORMS)
-def test_kernels(form, case, monkeypatch, fresh_plans):
+def test_kernels(form, case, monkeypatch, forget_plans):
     for name, value in FORMS[form].items():
         monkeypatch.setattr(f"native_sparse_attention.kernels.decode.{name}", value)
     assert_right(torch.float32, **CASES[case])
