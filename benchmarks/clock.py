@@ -38,7 +38,7 @@ PAGE = common.ROOT / "docs" / "performance.md"
 PLOT = common.ROOT / "docs" / "images" / "clock.png"
 
 MEANS = dict(importance="logits", compress_block_size=32, compress_block_sliding_stride=16)
-ANY_HEAD: dict[str, Any] = dict(importance="head_max", ranking_bits=8)
+ANY_HEAD: dict[str, Any] = dict(importance="head_max")
 # of each form the preset and what replaces its settings
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("one-softmax", dict(num_selected_blocks=0)),
