@@ -38,12 +38,12 @@ PAGE = common.ROOT / "docs" / "performance.md"
 PLOT = common.ROOT / "docs" / "images" / "clock.png"
 
 MEANS = dict(importance="logits", compress_block_size=32, compress_block_sliding_stride=16)
-ANY_HEAD: dict[str, Any] = dict(importance="head_max")
+ANY_HEAD: dict[str, Any] = dict(importance="head_max", ranking_bits=8)
 # of each form the preset and what replaces its settings
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("one-softmax", dict(num_selected_blocks=0)),
     "one softmax": ("one-softmax", {}),
-    "one softmax, any head": ("one-softmax", ANY_HEAD),
+    "one softmax, any head, 8 bits": ("one-softmax", ANY_HEAD),
     "one softmax, ranked by means": ("one-softmax", MEANS),
     "three branches": ("paper", dict(
         importance="logits", branch_kv="shared", compress_mlp=MeanPool()
@@ -54,7 +54,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 DROP_IN: dict[str, dict[str, Any]] = {
     "dense": {},
     "one softmax": {},
-    "one softmax, any head": ANY_HEAD,
+    "one softmax, any head, 8 bits": ANY_HEAD,
     "one softmax, ranked by means": MEANS,
 }
 HEADS = {"layer, 32/8": (32, 8), "layer, 64/4": (64, 4)}

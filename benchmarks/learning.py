@@ -256,7 +256,7 @@ def digits_found(model: Transformer, text: np.ndarray, contexts: int, cfg: Names
 DENSE = "dense"
 # at most four lines a panel
 DRAWN = (
-    "1088 keys, blocks of 32, any head, 16 bits", "1088 keys, blocks of 32",
+    "1088 keys, blocks of 32, any head", "1088 keys, blocks of 32",
     "1088 keys, blocks of 32, layers 2 and 4 local", "MLP over windows of 8",
 )  # fmt: skip
 

@@ -67,7 +67,7 @@ STAGES: Settings = dict(
 )
 RANKINGS: dict[str, Settings] = {
     "any head": dict(importance="head_max"),
-    "any head, 16 bits": dict(importance="head_max", ranking_bits=16),
+    "any head, 8 bits": dict(importance="head_max", ranking_bits=8),
     "any head, R = 4": dict(importance="head_max", selection_stride=4),
     "any head, two stages": dict(importance="head_max", **STAGES),
     "R = 4": dict(selection_stride=4),

@@ -131,7 +131,7 @@ class SparseAttention(Started):
         num_local_blocks: int = 1,
         selection_stride: int = 1,
         num_selected_groups: int = 0,
-        ranking_bits: int | None = None,
+        ranking_bits: int = 16,
         branches: Sequence[str] = BRANCHES,
         dense_length: int = 0,
         rank_rotated: bool = False,

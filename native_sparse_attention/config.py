@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from .block_sizes import NAMES, BlockSizes, check_block_sizes
-from .blocks import GROUP, windows_per_block
+from .blocks import GROUP
 from .checks import (
     BACKENDS,
     BRANCH_KV,
@@ -45,7 +45,7 @@ RANKED_GEOMETRY = (
 # what a layer has in place of a ranking that takes the block indices of another
 GIVEN: dict[str, Any] = dict(
     importance="given", use_diff_topk=False, interpolated_importance_score=False,
-    num_selected_groups=0, ranking_bits=None,
+    num_selected_groups=0, ranking_bits=16,
 )  # fmt: skip
 
 # what a layer that ranks no blocks has in place of a ranking
@@ -58,16 +58,15 @@ NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
     "interpolated_importance_score": dict(importance=("logits",)),
     "use_diff_topk": dict(importance=IMPORTANCE_RULES),
     "dense_length": dict(branches=(("selected",),)),
+    "ranking_bits": dict(
+        importance=("max", "head_max"), causal=(True,), use_diff_topk=(False,),
+        num_selected_groups=(0,), branches=WITHOUT_COMPRESSED,
+    ),
     "num_selected_groups": dict(
         importance=BY_KEYS, causal=(True,), use_diff_topk=(False,),
         interpolated_importance_score=(False,), selection_stride=(1,), branches=WITHOUT_COMPRESSED,
     ),
 }  # fmt: skip
-# what a ranking by 8-bit integers goes with
-EIGHT_BITS: dict[str, tuple[Any, ...]] = dict(
-    importance=("max", "head_max"), causal=(True,), use_diff_topk=(False,),
-    num_selected_groups=(0,), branches=WITHOUT_COMPRESSED,
-)  # fmt: skip
 # of layers, and of those that rank by an index
 LAYER_NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
     "rank_rotated": dict(branches=WITHOUT_COMPRESSED),
@@ -75,7 +74,7 @@ LAYER_NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 INDEX_NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
     "importance": dict(
-        branches=WITHOUT_COMPRESSED, use_diff_topk=(False,), ranking_bits=(None, 16),
+        branches=WITHOUT_COMPRESSED, use_diff_topk=(False,), ranking_bits=(16,),
         query_heads_share_selected_kv=(True,),
     ),
 }  # fmt: skip
@@ -99,7 +98,7 @@ class AttentionConfig:
     num_local_blocks: int = 1
     selection_stride: int = 1
     num_selected_groups: int = 0
-    ranking_bits: int | None = None
+    ranking_bits: int = 16
     query_heads_share_selected_kv: bool = True
     branches: tuple[str, ...] = BRANCHES
     dense_length: int = 0
@@ -143,6 +142,7 @@ class AttentionConfig:
         flags = [name for name, default in DEFAULTS.items() if isinstance(default, bool)]
         self.keep_checked(check_int, *sizes, minimum=1)
         self.keep_checked(check_int, "sliding_window_size", "dense_length", minimum=0)
+        self.keep_checked(check_int, "ranking_bits", minimum=1)
         numbers = "num_selected_blocks", "num_selected_groups"
         self.keep_checked(check_int, *numbers, minimum=0, limit=TOO_MANY_BLOCKS)
         self.keep_checked(check_bool, *flags)
@@ -164,11 +164,9 @@ class AttentionConfig:
             raise ValueError(f"{names} must divide one another, got {s} and {d}")
         if s % stride:  # tokens that share a ranking share their own block
             raise ValueError(f"selection_stride must divide selection_block_size={s}, got {stride}")
-        if self.ranking_bits is not None:
-            self.keep_checked(check_int, "ranking_bits", minimum=1)
-            if self.ranking_bits not in (8, 16):
-                raise refusal("ranking_bits", "8, 16 or None", self.ranking_bits)
-        self.check_needed(NEEDED | ({"ranking_bits": EIGHT_BITS} if self.ranking_bits == 8 else {}))
+        if self.ranking_bits not in (8, 16):
+            raise refusal("ranking_bits", "8 or 16", self.ranking_bits)
+        self.check_needed(NEEDED)
         local = self.num_local_blocks
         if self.num_selected_groups and (local % GROUP or not local):  # groups are complete
             expected = f"a positive multiple of {GROUP} with num_selected_groups"
@@ -212,7 +210,7 @@ class AttentionConfig:
         )  # fmt: skip
         tokens = self.but(
             num_selected_groups=0, importance="head_max" if self.ranks_by_heads else "max",
-            ranking_bits=16, compress_block_size=1, compress_block_sliding_stride=1,
+            compress_block_size=1, compress_block_sliding_stride=1,
         )  # fmt: skip
         return groups, tokens
 
@@ -236,16 +234,6 @@ class AttentionConfig:
     def ranks_by_largest(self) -> bool:
         """Whether a block's score is that of its largest window."""
         return self.importance in ("max", "head_max")
-
-    @property
-    def ranks_by_integers(self) -> bool:
-        """Whether the ranking reads 8-bit integers: by default that of "head_max"."""
-        if self.ranking_bits is not None:
-            return self.ranking_bits == 8
-        windows = windows_per_block(self.d, self.selection_block_size)
-        is_possible = windows & (windows - 1) == 0  # a power of two
-        is_possible &= all(getattr(self, name) in values for name, values in EIGHT_BITS.items())
-        return self.importance == "head_max" and is_possible
 
     @property
     def compresses(self) -> bool:
@@ -371,9 +359,8 @@ class NSAConfig(AttentionConfig):
         num_selected_groups: n1, ranks in two stages: groups of 4 blocks by their windows first,
             once for the tokens of a group, and then for every token the blocks of the n1 best
             groups by their largest logit. `dense_length` is a multiple of a group. 0 for one stage.
-        ranking_bits: 8 rounds queries and keys to 8-bit integers for the ranking alone
-            (importance="max" or "head_max", causal, without "compressed", num_selected_groups and
-            use_diff_topk); 16 does not. None: 8 by "head_max", where that is possible.
+        ranking_bits: 16, or 8: queries and keys are rounded to 8-bit integers for the ranking alone
+            (importance="max" or "head_max", causal, without "compressed" and num_selected_groups).
         query_heads_share_selected_kv: False lets every query head select for itself.
         branches: some of "compressed", "selected" and "window". One alone has no gate.
             `("selected",)` is one softmax over the initial, local and ranked blocks; its compressed

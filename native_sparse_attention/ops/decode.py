@@ -62,7 +62,7 @@ def decode_attention(
     num_local_blocks: int = 1,
     selection_stride: int = 1,
     num_selected_groups: int = 0,
-    ranking_bits: int | None = None,
+    ranking_bits: int = 16,
     query_heads_share_selected_kv: bool = True,
     branches: tuple[str, ...] = BRANCHES,
     dense_length: int = 0,
@@ -114,7 +114,7 @@ def decode_attention(
     check_given(q=q, k=k, v=v, lengths=lengths)
     return_block_indices = check_bool("return_block_indices", return_block_indices)
     if block_indices is not None:
-        importance, num_selected_groups, ranking_bits = "given", 0, None
+        importance, num_selected_groups, ranking_bits = "given", 0, 16
     config = AttentionConfig(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,

@@ -242,7 +242,7 @@ def native_sparse_attention(
     num_local_blocks: int = 1,
     selection_stride: int = 1,
     num_selected_groups: int = 0,
-    ranking_bits: int | None = None,
+    ranking_bits: int = 16,
     query_heads_share_selected_kv: bool = True,
     branches: tuple[str, ...] = BRANCHES,
     dense_length: int = 0,
@@ -307,7 +307,7 @@ def native_sparse_attention(
     """
     return_block_indices = check_bool("return_block_indices", return_block_indices)
     if block_indices is not None:
-        importance, num_selected_groups, ranking_bits = "given", 0, None
+        importance, num_selected_groups, ranking_bits = "given", 0, 16
     config = AttentionConfig(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
@@ -399,7 +399,7 @@ def select_blocks(
     num_local_blocks: int = 1,
     selection_stride: int = 1,
     num_selected_groups: int = 0,
-    ranking_bits: int | None = None,
+    ranking_bits: int = 16,
     query_heads_share_selected_kv: bool = True,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
@@ -441,8 +441,7 @@ def select_blocks(
             largest of `q_i . k_j * scale` over its tokens, with the mean query of the heads that
             share the ranking, or by "head_max" with each of them. 0 for one stage.
         ranking_bits: 8 rounds the heads' sum of queries, or by "head_max" all queries of a group,
-            and the keys of a block to 8-bit integers, each to its own scale (causal); 16 does not.
-            None: 8 by "head_max", where that is possible.
+            and the keys of a block to 8-bit integers, each to its own scale (causal).
         k: keys of tokens [B, S, K, D], for the second stage alone; S is their number.
         query_heads_share_selected_kv: False ranks for every query head on its own.
         seq_len: S; T by default.

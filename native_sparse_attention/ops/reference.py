@@ -405,7 +405,7 @@ def importance_scores(
         probs = probs.sum(dim=2) if shared else rearrange(probs, "b k g i w -> b (k g) i w")
         return block_mass(probs, c, config.compress_block_size, d, s)
     scale, size = config.scale, None
-    if config.ranks_by_integers:  # products of integers are exact, and only the sign matters
+    if config.ranking_bits == 8:  # products of integers are exact, and only the sign matters
         scale = config.scale_of(q.shape[-1])
         scale = float((scale > 0) - (scale < 0))
         q = quantize_queries(q, ck.shape[2], config)

@@ -429,9 +429,9 @@ REFUSED = {
         "use_diff_topk=False, got True": dict(use_diff_topk=True),
     },
     "8 bits": {
-        "ranking_bits must be 8, 16 or None, got 4": dict(ranking_bits=4),
+        "ranking_bits must be 8 or 16, got 4": dict(ranking_bits=4),
         "ranking_bits=8 goes with importance='max' or 'head_max'": dict(importance="logits"),
-        "importance='index' goes with ranking_bits=None or 16": INDEX,
+        "importance='index' goes with ranking_bits=16": INDEX,
         "importance='max' or 'head_max', got 'given'": GIVEN,
         "causal=True, got False": dict(causal=False),
         "use_diff_topk=False, got True": dict(use_diff_topk=True),

@@ -21,7 +21,7 @@ RULES = {
     "interpolated": dict(interpolated_importance_score=True),
     "probs": dict(importance="probs"),
     "max": dict(importance="max"),
-    "head_max": dict(importance="head_max", ranking_bits=16),
+    "head_max": dict(importance="head_max"),
 }
 
 

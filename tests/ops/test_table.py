@@ -196,12 +196,10 @@ LAYERS = {
         "two-sided documents, each head counts": dict(
             importance="head_max", lengths=DOCUMENTS, causal=False
         ),
-        "tokens, each head counts": TOKENS | dict(
-            importance="head_max", ranking_bits=16, lengths=DOCUMENTS
-        ),
+        "tokens, each head counts": TOKENS | dict(importance="head_max", lengths=DOCUMENTS),
         "8 bits": TOKENS | dict(ranking_bits=8),
         "8 bits, each head counts": TOKENS | dict(
-            importance="head_max", heads=(6, 2, WIDTH, WIDTH)
+            ranking_bits=8, importance="head_max", heads=(6, 2, WIDTH, WIDTH)
         ),
         "two stages": STAGES | dict(place=(48, 96)),
         "two stages, documents": STAGES | dict(lengths=[29, 0, 40]),

@@ -260,10 +260,9 @@ def decode(capability):
     step(FP32, many, importance="logits", query_heads_share_selected_kv=False, **stages)
     for dtype in (BF16, FP32):
         step(dtype, many, page=256, **sizes, **TOKENS)
-        for bits in (16, 8):
-            some = dict(ranking_bits=bits, causal=True, branches=("selected",))
-            by_heads = TOKENS | dict(importance="head_max") if bits == 16 else TOKENS
-            step(dtype, many, page=256, **sizes, **by_heads, **some)
+        step(dtype, many, page=256, **sizes, **TOKENS | dict(importance="head_max"))
+        eight = dict(ranking_bits=8, causal=True, branches=("selected",))
+        step(dtype, many, page=256, **sizes, **TOKENS, **eight)
     for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):
         if launch.decode_bytes(H, 256, 4, T, s) <= launch.architecture().shared_memory:
             step(FP32, (H, 1, 256, 256), T=T, selection_block_size=s)

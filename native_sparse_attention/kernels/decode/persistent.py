@@ -652,7 +652,7 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
         SCORE_MODE=score_mode.value, BY_HEADS=config.ranks_by_heads,
         BLOCK_WINDOWS=per_block, FUSE_LOCAL=fuse_local,
         SEPARATE_WINDOW=shape.has_window, WARMUP=warmup, ONE_SOFTMAX=one_softmax,
-        QUANTIZED=max(1, s // d) if is_ranked and config.ranks_by_integers else 0,
+        QUANTIZED=max(1, s // d) if is_ranked and config.ranking_bits == 8 else 0,
     )  # fmt: skip
     return step.Plan(
         nsa_decode_persistent, programs, partials, (score_heads, numbers["SCORE_COLUMNS"]),
@@ -673,7 +673,7 @@ def decode(call: calls.Call, config: AttentionConfig) -> Tensor:
             call.new_indices.copy_(indices)
         call = call.but(block_indices=indices, ck=None, ranking=None, new_indices=None)
         config = config.but(importance="given", num_selected_groups=0)
-    elif config.ranks_by_integers and config.ranks and call.block_indices is None:
+    elif config.ranking_bits == 8 and config.ranks and call.block_indices is None:
         q = (call.q if call.cq is None else call.cq).float()
         call = call.but(cq=quantize_queries(q, call.k.shape[2], config).half())
     elif call.block_indices is not None:

@@ -383,7 +383,7 @@ def is_supported(q: Tensor, ranks: int, config: Any, documents: Any) -> bool:
     tokens; False disables the kernel."""
     s, d, forced = config.selection_block_size, config.d, launch.override.get("largest_sm90")
     # a product takes 16 features in float16, 32 integers
-    sizes = q.shape[-1] in WIDTHS and q.shape[-1] >= (32 if config.ranks_by_integers else 16)
+    sizes = q.shape[-1] in WIDTHS and q.shape[-1] >= 256 // config.ranking_bits
     sizes = sizes and q.dtype.itemsize == 2 and s % d == 0 and s // d in BLOCK_KEYS
     is_ranked = config.ranks_by_largest and config.num_selected_blocks <= MAX_SLOTS
     if config.ranks_by_heads:  # rows of a leader lie in one warp
@@ -405,7 +405,7 @@ def select_blocks(
         H // ranks, heads, ranks // K, D, per_block, per_block // 32, config.num_selected_blocks,
         config.num_initial_blocks, max(config.num_local_blocks, 1), d, s, stride, config.causal,
         0 if kept_groups is None else launch.next_power_of_2(kept_groups.shape[3]),
-        8 if config.ranks_by_integers else 16,
+        config.ranking_bits,
     )  # fmt: skip
     tiles = cdiv(cdiv(T + stride - 1, stride), TILE // heads)
     lines, scale = B * ranks, config.scale_of(D)

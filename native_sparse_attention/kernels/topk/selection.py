@@ -438,7 +438,7 @@ def plan(
     importance, interpolated = config.importance, config.interpolated_importance_score
     tile = launch.topk_tile(importance, D, G, n, dtype, interpolated)
     probs, is_max, block_d = importance == "probs", config.ranks_by_largest, launch.padded(D)
-    is_quantized = config.ranks_by_integers
+    is_quantized = config.ranking_bits == 8
     halves = 1 if is_quantized or (is_max and dtype != torch.float32) else 2
     rows = next_power_of_2(G) if probs or config.ranks_by_heads else 1
     grid, flipped = launch.grid(cdiv(cdiv(T + stride - 1, stride), tile.block_m // rows), B * ranks)

@@ -89,7 +89,7 @@ def why_not(
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
     windows = blocks.windows_per_block(config.d, s)
-    by_blocks = op == "decode_attention" or config.ranks_by_integers
+    by_blocks = op == "decode_attention" or config.ranking_bits == 8
     if config.ranks_by_largest and by_blocks and windows & (windows - 1):
         reasons.append(f"a block has {windows} windows, needs a power of two")
     if op == "decode_attention":

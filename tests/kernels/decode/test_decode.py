@@ -99,7 +99,7 @@ TOKENS = dict(importance="max", compress_block_size=1, compress_block_sliding_st
 CASES = {
     "plain": {},
     "8 bits": dict(ONE, **TOKENS, ranking_bits=8, query_heads_share_selected_kv=False, scale=-0.3),
-    "8 bits, each head counts": dict(ONE, **TOKENS | dict(importance="head_max")),
+    "8 bits, each head counts": dict(ONE, **TOKENS | dict(importance="head_max"), ranking_bits=8),
     "probs": dict(T=1, importance="probs", query_heads_share_selected_kv=False),
     "interpolated, one head": dict(interpolated_importance_score=True, heads=(1, 1, 16, 16)),
     "own rankings": dict(query_heads_share_selected_kv=False, T=1, lengths=(0, 3)),
@@ -153,9 +153,7 @@ CASES = {
         ONE, **STAGES | dict(importance="head_max"), num_selected_groups=2, T=3, lengths=(101, 70),
         heads=(6, 2, 24, 16),
     ),
-    "one softmax, each head counts": dict(
-        ONE, **TOKENS | dict(importance="head_max"), ranking_bits=16, page=8, T=3
-    ),
+    "one softmax, each head counts": dict(ONE, **TOKENS | dict(importance="head_max"), page=8, T=3),
     "two stages, own rankings": dict(
         ONE, importance="logits", num_local_blocks=4, N=128, num_selected_groups=1, scale=-0.3,
         query_heads_share_selected_kv=False, num_initial_blocks=1, heads=(4, 2, 24, 16),

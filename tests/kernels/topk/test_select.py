@@ -82,7 +82,6 @@ def test_many_tokens(importance):
     assert agree > 0.999  # a tile's rows may be added up in another order
 
 
-ANY_HEAD = dict(importance="head_max", ranking_bits=16)
 LARGEST = [
     (128, sizes(1, 1, 64), dict(num_selected_blocks=16)),
     (64, sizes(1, 1, 32), dict(num_selected_blocks=5, selection_stride=4)),
@@ -90,8 +89,8 @@ LARGEST = [
     (128, sizes(4, 4, 128), dict(num_local_blocks=3, scale=-0.1)),
     (32, sizes(1, 1, 64), dict(num_selected_blocks=8)),
     (16, sizes(1, 1, 32), dict(num_selected_blocks=8, selection_stride=2)),
-    (128, sizes(1, 1, 64), dict(**ANY_HEAD, num_selected_blocks=16)),
-    (64, sizes(1, 1, 32), dict(**ANY_HEAD, selection_stride=4, scale=-0.1)),
+    (128, sizes(1, 1, 64), dict(importance="head_max", num_selected_blocks=16)),
+    (64, sizes(1, 1, 32), dict(importance="head_max", selection_stride=4, scale=-0.1)),
 ]
 
 
