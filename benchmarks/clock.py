@@ -60,6 +60,7 @@ DROP_IN: dict[str, dict[str, Any]] = {
 HEADS = {"layer, 32/8": (32, 8), "layer, 64/4": (64, 4)}
 SUBJECTS = (*HEADS, "transformer", "llama")
 CHARTED = "transformer"
+LINES = ("dense", "one softmax", "one softmax, ranked by means", "three branches")
 LAYER = dict(dim=4096, dim_head=128, causal=True)
 MODEL = dict(num_tokens=256, dim=2048, depth=4, heads=16, kv_heads=4, dim_head=128, causal=True)
 QUICK: dict[str, dict[str, Any]] = {
@@ -250,11 +251,11 @@ TABLES = {PAGE: {"clock": functools.partial(table_of, subject=CHARTED)}}
 
 
 def plot(rows: Sequence[Row]) -> None:
-    """ms against length, a panel for each pass, a line for each form."""
+    """ms against length, a panel for each pass, a line for each form of `LINES`."""
     panels: dict[str, dict[str, dict[float, float]]] = {n: {} for n in passes_of(CHARTED)}
     for row in last_run(rows, CHARTED):
         for name in panels:
-            if name in row and row["form"] != "short windows":
+            if name in row and row["form"] in LINES:
                 panels[name].setdefault(row["form"], {})[row["T"]] = row[name]
     common.chart(panels, PLOT, "tokens of the sequence", "ms")
 
