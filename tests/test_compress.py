@@ -186,6 +186,13 @@ def test_windows_without_copies(name, l, d, n, causal):
     torch.testing.assert_close(step(layer, x), step(with_copies(layer), x))
 
 
+def test_means_are_summed_in_float32():
+    """Sums of 2,048 tokens pass the largest float16; a window before the sequence is half zeros."""
+    segments = torch.full((1, 1, 2, 1024, 3), 100.0, dtype=torch.float16)
+    means = MeanPool().compress_segments(segments, 2)
+    assert means.dtype == torch.float16 and means[0, 0, :, 0].tolist() == [50.0, 100.0]
+
+
 def test_a_derived_network_gets_windows():
     layer, x = layer_of("mean", 4, 2), torch.randn(1, 12, 8).to(DEVICE)
     before = layer(x)
