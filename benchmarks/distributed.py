@@ -249,7 +249,7 @@ def communication(step: Callable[[], Any]) -> Row:
     """Times of NCCL kernels in a step of this rank: all of it, and that beside no other kernel."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         step()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:

@@ -103,8 +103,9 @@ def assert_right(
     float32 ulp of the terms: a row with one key has a gradient of exactly 0. Those of queries and
     keys are such differences times keys and queries, those of a block's gate times logits. Those of
     keys and values are running sums of float32 over tiles of 64 rows, whose n roundings add up as
-    sqrt(n). Where partial results of so many keys are `reduced`, the ulp of their log-sum-exps, of
-    log(keys) at least, is one of their weights."""
+    sqrt(n). A memory key may be all that each of n rows reads: n differences of 0, each of random
+    terms that are 1 / sqrt(E) of the largest. Where partial results of so many keys are `reduced`,
+    the ulp of their log-sum-exps, of log(keys) at least, is one of their weights."""
     q, specification = tensors["q"], specification or op
     values, keys = (
         [tensors[name] for name in names if tensors.get(name) is not None]
@@ -140,6 +141,9 @@ def assert_right(
         if name[1:] in KEYS + VALUES:
             tiles = math.prod(q.shape[1:3]) / (64 * values[0].shape[2])
             rounding = rounding + 0.5 * math.sqrt(tiles) * right.abs().max()
+        if name == "dmem_k":
+            n, E = math.prod(q.shape[:3]) / values[0].shape[2], values[0].shape[3]
+            rounding = rounding + math.sqrt(n / E) * terms * factors[name]
         rounding = rounding * torch.finfo(torch.float32).eps
         precision = torch.float32 if name == "lse" else dtype
         ulp = torch.finfo(precision).eps * right.abs().max() + rounding

@@ -9,7 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak(step):
     """Bytes that `step` has alive at most, beyond what was there before it, of the CPU's memory."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    settings = dict(profile_memory=True, acc_events=True)  # torch 2.11 warns without the last
+    with profile(activities=[ProfilerActivity.CPU], **settings) as seen:
         step()
     events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
