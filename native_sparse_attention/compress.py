@@ -48,8 +48,8 @@ def default_compress_mlp(
     Args:
         start: "sum": the first 2 d hidden units and W2 begin as the sum of the window's tokens, to
             which the other units add. "random": the weights of nn.Linear, as in the published
-            package. Shapes and names of weights are the same. Layers that begin with sums learn
-            better (docs/training.md).
+            package. Shapes and names of weights are the same. Layers that begin with sums learned
+            better (docs/dev/log.md).
     """
     check_choice("start", start, ("sum", "random"))
     dim = dim_head * compress_window_size
@@ -110,7 +110,7 @@ class SumPool(Started):
     [d] initially `gain`.
 
     Where one token of a window matters, its part of the mean is 1 / l, and logits of compressed
-    keys are small. With sums a layer learns associative recall sooner (docs/training.md).
+    keys are small. With sums a layer learns associative recall sooner (docs/dev/log.md).
     """
 
     def __init__(self, dim_head: int, gain: float = 1.0):

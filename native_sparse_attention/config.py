@@ -434,9 +434,9 @@ class NSAConfig(AttentionConfig):
             name: "published", the three branches of the published package; "paper", those of the
                 paper: ranking by softmax mass, keys and values for each branch, an initial and two
                 local blocks; "short-windows", three branches that compress windows of 8 tokens, 4
-                apart, and learned most at 8,192 tokens (docs/training.md); or "one-softmax",
-                one softmax over initial, local and ranked blocks, ranked by the largest logit of
-                their tokens, and dense up to 8192 tokens (`dense_length`, if settings allow it).
+                apart; or "one-softmax", one softmax over initial, local and ranked blocks, ranked
+                by the largest logit of their tokens, and dense up to 8192 tokens (`dense_length`,
+                if settings allow it). docs/training.md says which to choose.
             length: tokens of the longest sequences; long by default. The sizes of three branches
                 grow after 1024 and 4096 tokens, those of one softmax after 16384 alone.
             settings: other settings, dim, dim_head and heads among them, and those that replace

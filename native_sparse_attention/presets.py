@@ -1,6 +1,6 @@
-"""Named settings, with sizes by the length of the sequences. docs/training.md compares the forms:
-at 8,192 tokens "short-windows" is its variant "MLP over windows of 8", and "one-softmax" with
-dense_length=0 is "1088 keys, blocks of 32"."""
+"""Named settings, with sizes by the length of the sequences. docs/training.md compares the forms,
+which are variants of benchmarks/variants.py: at 8,192 tokens "short-windows" is "MLP over windows
+of 8", and "one-softmax" with dense_length=0 is "1088 keys, blocks of 32"."""
 
 from __future__ import annotations
 
