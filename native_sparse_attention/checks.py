@@ -96,6 +96,15 @@ def check_device(name: str, device: Any) -> torch.device:
         raise refusal(name, "a torch.device or the name of one", device) from error
 
 
+def is_usable(device: Any) -> bool:
+    """Whether tensors with values can be on a device here."""
+    try:
+        torch.zeros(1, device=device).item()  # meta has no values
+    except (AssertionError, ImportError, RuntimeError):
+        return False
+    return True
+
+
 def check_choice(name: str, value: Any, choices: tuple[Any, ...] | Mapping[str, Any]) -> None:
     if not isinstance(value, (str, bool, torch.dtype)) or value not in choices:
         raise refusal(name, f"one of {', '.join(map(repr, choices))}", value)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from native_sparse_attention.checks import is_usable
 from native_sparse_attention.presets import preset
 
 from .errors import UserError
@@ -52,10 +53,8 @@ def new_settings(given: Namespace, table: Table) -> Namespace:
 
 def find_device(name: str | None) -> str:
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.zeros(1, device=name).item()  # meta has no values
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise UserError(f"device {name!r} is not usable here; give --device cpu") from None
+    if not is_usable(name):
+        raise UserError(f"device {name!r} is not usable here; give --device cpu")
     return name
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from ..checks import check_device, check_int
+from ..checks import check_device, check_int, is_usable
 from .pages import page, token_texts
 
 PROGRAM = "python -m native_sparse_attention.view"
@@ -71,6 +71,8 @@ def main(
     try:
         most = check_int("--max-tokens", args.max_tokens, 1)
         args.device = check_device("--device", args.device)
+        if not is_usable(args.device):
+            raise ValueError(f"--device must be a device that is usable here, got {args.device}")
         if args.out.is_dir() or not args.out.parent.is_dir():
             raise ValueError(f"--out must be a file in a folder there is, got {args.out}")
         with args.text.open("rb") as file:

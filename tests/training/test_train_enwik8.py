@@ -180,7 +180,7 @@ def test_text_is_decoded_across_bytes_and_kept_from_the_terminal():
         (["--seed", "-1"], "--seed: -1 is out of range"),
         (["--lr", "nan"], "--lr: nan is out of range"),
         (["--pack", "\udcff"], "begins no document"),
-        (["--device", "meta"], "device 'meta' is not usable"),
+        *((["--device", name], f"device '{name}' is not usable") for name in ("meta", "hpu")),
         (["--steps", "0"], "--steps: 0 is out of range"),
         (["--attention", "other"], "--attention: invalid choice"),
         (["--local-layers", "1;3"], "'1;3' is not auto, none or indices such as 1,3"),

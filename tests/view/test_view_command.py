@@ -67,6 +67,7 @@ def test_as_a_module(folder, capsys, monkeypatch):
         (("--layers", "3"), "layers must be a list of names of layers"),
         (("--max-tokens", "x"), "argument --max-tokens: invalid int value: 'x'"),
         (("--device", "tpu9"), "--device must be a torch.device or the name of one"),
+        (("--device", "cuda:99"), "--device must be a device that is usable here, got cuda:99"),
         (("--text", "nowhere"), "nowhere: No such file or directory"),
         (("--text", "{folder}/empty"), "tokens must be ids [n] of one text"),
         (("--text", "{folder}"), "Is a directory"),
