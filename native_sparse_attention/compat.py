@@ -80,10 +80,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
         cuda.enable_cudnn_sdp(was_enabled)
 
 
-def refuse_transforms(op: str) -> None:
-    """Raise NotImplementedError under torch.func (vmap, grad, jvp) and forward-mode AD, which know
-    nothing of kernels and of memory that is written in place, and in torch's `context_parallel`,
-    which replaces SDPA alone."""
+def refuse_context_parallel(op: str) -> None:
+    """Raise NotImplementedError in torch's `context_parallel`, which replaces SDPA alone."""
     if torch.compiler.is_compiling():
         return
     if (F.scaled_dot_product_attention.__module__ or "").startswith("torch.distributed"):
@@ -91,6 +89,14 @@ def refuse_transforms(op: str) -> None:
             f"{op} does not support torch's context_parallel, which shards the sequence: each rank "
             "would attend to its own shard alone"
         )
+
+
+def refuse_transforms(op: str) -> None:
+    """Raise NotImplementedError under torch.func (vmap, grad, jvp) and forward-mode AD, which know
+    nothing of kernels and of memory that is written in place, and in torch's `context_parallel`."""
+    if torch.compiler.is_compiling():
+        return
+    refuse_context_parallel(op)
     if torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
         return
     raise NotImplementedError(

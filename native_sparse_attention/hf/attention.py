@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from ..attention import SparseAttention
 from ..blocks import GROUP
 from ..checks import IMPORTANCE_RULES, check_choice, check_share_ranking, refusal
-from ..compat import sdpa
+from ..compat import refuse_context_parallel, sdpa
 from ..compress import windows_of
 from ..config import GIVEN, AttentionConfig, NSAConfig
 from ..ops import branches, decode, dispatch, reference
@@ -66,6 +66,7 @@ def attention(
     With the `block_indices` [B, R, T, n] of a model that selects, -1 for none, a query attends to
     these blocks of `module.indexer.block_size` slots alone, and settings of a selection have no
     effect."""
+    refuse_context_parallel("use_sparse_attention")
     (B, _, T, _), S, is_window = query.shape, key.shape[2], sliding_window is not None
     if not is_window and getattr(module.config, CONVERTED_KEY, None):
         expected = "loaded by load_converted, as convert made it"

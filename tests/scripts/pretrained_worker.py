@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from parallel_worker import batch, check_weights, distribute, make_optimizer, message, steps
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -112,6 +113,13 @@ def check_refused() -> None:
     ):
         arguments = dict(input_ids=ids) | arguments
         assert words in message(lambda a=arguments: model(**a)), words
+    with context_parallel(meshes["cp"], buffers=[ids], buffer_seq_dims=[1]):
+        try:
+            drop_in("Llama")(ids)
+        except NotImplementedError as error:
+            assert "use_sparse_attention does not support torch's context_parallel" in str(error)
+        else:
+            raise AssertionError("no NotImplementedError")
     print("what shards lack is refused", flush=True)
 
 
