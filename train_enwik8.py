@@ -194,6 +194,7 @@ def train(given: Namespace, held: ExitStack, progress: dict[str, int]) -> int:
     cfg.data, corpus = ranks.in_turn(lambda: load_data(cfg.data))
     train_data, valid_data, test_data = split(corpus, cfg.seq_len)
     about = check_data(cfg, corpus, config, getattr(given, "resume", None))
+    ranks.check_same(given, Namespace(data=about))
 
     # model
     model = build(cfg)

@@ -106,7 +106,7 @@ def check_same(given: Namespace, cfg: Namespace) -> None:
             if others[name] != settings[0][name]:
                 raise UserError(
                     f"{option(name)} is {others[name]} in rank {rank} and {settings[0][name]} in "
-                    "rank 0: start all processes with the same options"
+                    "rank 0: start all processes with the same options and data"
                 )
 
 
@@ -132,11 +132,17 @@ def parallel(model: Transformer, given: Namespace, cfg: Namespace) -> Callable[.
 
     sizes = {name: getattr(given, name, 1) for name in DIMENSIONS}
     dp, cp = sizes["dp"], sizes["cp"]
+    if cfg.attention == "dense":
+        raise UserError(f"--attention dense needs one process, got {math.prod(sizes.values())}")
     if cfg.batch_size % dp:
         raise UserError(f"--batch-size {cfg.batch_size} must be a multiple of --dp {dp}")
-    step = 2 * cp * math.lcm(cfg.compress_block_sliding_stride, cfg.selection_stride)
-    if cp > 1 and cfg.seq_len % step:
-        raise UserError(f"--seq-len {cfg.seq_len} must be a multiple of {step} with --cp {cp}")
+    d = cfg.compress_block_sliding_stride
+    step = 2 * cp * math.lcm(d, cfg.selection_stride)
+    # a window may begin in the chunk before, not before that one
+    least = 0 if cfg.pack else 2 * cp * d * (math.ceil(cfg.compress_block_size / d) - 1)
+    if cp > 1 and (cfg.seq_len % step or cfg.seq_len < least):
+        expected = f"a multiple of {step} with --cp {cp}, at least {max(step, least)}"
+        raise UserError(f"--seq-len {cfg.seq_len} must be {expected}")
     device = torch.device(cfg.device).type
     all_ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups = [  # init_device_mesh makes groups that wait 30 minutes over gloo

@@ -54,8 +54,9 @@ def test_torchrun_restarts(text, tmp_path):  # noqa: F811
     Later ones go on with theirs."""
     plan = ["--data", text, *PLAN, "--steps", 6, "--attention", "auto"]
     finished(in_process(tmp_path, *plan, "--name", "older"))
-    done = finished(torchrun(2, FAILING, "mismatch,kill", *plan, cwd=tmp_path, restarts=2))
+    done = finished(torchrun(2, FAILING, "mismatch,data,kill", *plan, cwd=tmp_path, restarts=3))
     assert "--lr is 0.5 in rank 1 and 0.002 in rank 0: start all" in done.stderr
+    assert "--data is {'bytes': " in done.stderr
     assert re.findall(r": step (\d) of 6", done.stdout) == ["0", "3"]
     check_metrics(tmp_path / "runs/squares-sparse-1", tmp_path / "runs/older")
 
@@ -69,10 +70,13 @@ def test_what_is_refused(tmp_path, monkeypatch):
     assert "mpirun are not supported" in message()
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "--view needs one process, got 2" in message("--view")
-    sizes = dict(compress_block_sliding_stride=4, selection_stride=1, seq_len=36)
+    sizes = dict(compress_block_size=15, compress_block_sliding_stride=4, selection_stride=1)
+    sizes |= dict(seq_len=36, attention="sparse", pack="")
     for words, mesh, changes in (
+        ("--attention dense needs one process, got 2", dict(dp=2), dict(attention="dense")),
         ("--batch-size 3 must be a multiple of --dp 2", dict(dp=2), dict(batch_size=3)),
-        ("--seq-len 36 must be a multiple of 16 with --cp 2", dict(cp=2), {}),
+        ("--seq-len 36 must be a multiple of 16 with --cp 2", dict(cp=2), dict(pack="<")),
+        ("--seq-len 32 must be a multiple of 16 with .* at least 48", dict(cp=2), dict(seq_len=32)),
     ):
         cfg = Namespace(**dict(batch_size=2) | sizes | changes)
         with pytest.raises(UserError, match=words):
