@@ -62,6 +62,9 @@ def generate(
     ids = torch.tensor([list(prompt)], device=cfg.device)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with autocast(cfg):
+        # to draw from such fails within torch, and on a GPU ends all work there
+        if not model(ids, cache=model.new_cache()).isfinite().all():
+            raise UserError("predictions of the model are not finite: train with a lower --lr")
         for token in model.stream(ids, len(prompt) + length, generator=generator, **how):
             yield printable(decoder.decode(bytes(token.tolist())))
     yield printable(decoder.decode(b"", final=True))

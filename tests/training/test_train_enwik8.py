@@ -152,8 +152,22 @@ def test_sample_streams_text_that_repeats(trained):
     assert again.stdout == done.stdout != other.stdout
 
 
+def test_a_model_that_predicts_nothing_finite(tmp_path, text):
+    plan = ["--data", text, *TINY, "--steps", 1, "--warmup", 0, "--lr", 1e38, "--name", "far"]
+    said = "predictions of the model are not finite: train with a lower --lr"
+    done = in_process(tmp_path, *plan, "--sample-every", 1)
+    assert done.returncode == 2 and done.stderr.endswith(f"{said}\n")
+    finished(in_process(tmp_path, "--resume", "runs/far", "--sample-every", 0))
+    assert said in refused(in_process(tmp_path, "--sample", "runs/far", "--device", "cpu"))
+
+
 def test_text_is_decoded_across_bytes_and_kept_from_the_terminal():
     class Model:
+        new_cache = dict
+
+        def __call__(self, ids, cache):
+            return ids
+
         def stream(self, ids, seq_len, generator):
             for byte in "é\x1b[2J".encode() + b"\xc3":
                 yield script.torch.tensor([byte])
