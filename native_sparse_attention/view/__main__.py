@@ -75,6 +75,8 @@ def main(
             raise ValueError(f"--device must be a device that is usable here, got {args.device}")
         if args.out.is_dir() or not args.out.parent.is_dir():
             raise ValueError(f"--out must be a file in a folder there is, got {args.out}")
+        if args.out.exists() and args.out.samefile(args.text):
+            raise ValueError(f"--out must be another file than --text, got {args.out}")
         with args.text.open("rb") as file:
             model, ids, pieces, model_kwargs = load(args, file.read(BYTES_PER_TOKEN * most))
         content = page(

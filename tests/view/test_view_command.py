@@ -72,6 +72,7 @@ def test_as_a_module(folder, capsys, monkeypatch):
         (("--text", "{folder}/empty"), "tokens must be ids [n] of one text"),
         (("--text", "{folder}"), "Is a directory"),
         (("--out", "{folder}"), "--out must be a file in a folder there is"),
+        (("--out", "{folder}/text"), "--out must be another file than --text"),
         (("--settings", "{{}}"), "--settings goes with a model of transformers, got a run"),
         (("--quer", "3"), "unrecognized arguments"),
     ],
