@@ -54,6 +54,8 @@ def start(given: Namespace) -> None:
     for name in ("sample", "view"):
         if name in given:
             raise UserError(f"--{name} needs one process, got {world}")
+    if "RANK" not in os.environ:
+        raise UserError(f"the environment has WORLD_SIZE={world} without RANK: start torchrun")
     given.dp = sizes["dp"]
     on_gpu = torch.cuda.is_available() and not getattr(given, "device", "cuda").startswith("cpu")
     if on_gpu:

@@ -70,6 +70,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
     assert "mpirun are not supported" in message()
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "--view needs one process, got 2" in message("--view")
+    assert "the environment has WORLD_SIZE=2 without RANK" in message()
     sizes = dict(compress_block_size=15, compress_block_sliding_stride=4, selection_stride=1)
     sizes |= dict(seq_len=36, attention="sparse", pack="")
     for words, mesh, changes in (
