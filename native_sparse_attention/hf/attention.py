@@ -67,6 +67,8 @@ def attention(
     these blocks of `module.indexer.block_size` slots alone, and settings of a selection have no
     effect."""
     refuse_context_parallel("use_sparse_attention")
+    if sliding_window is None:  # layers of Qwen2-MoE leave their window to the mask
+        sliding_window = getattr(attention_mask, "window", None)
     (B, _, T, _), S, is_window = query.shape, key.shape[2], sliding_window is not None
     if not is_window and getattr(module.config, CONVERTED_KEY, None):
         expected = "loaded by load_converted, as convert made it"

@@ -48,6 +48,7 @@ class NSAMask:
             written, of the first L keys; None without padding.
         documents: integers [B, T], equal within a packed document; None for one document a row.
         visible: bool [B, 1, T, S], which keys each query sees, of layers that run in SDPA.
+        window: tokens of the window of layers with a window.
         least_position: with a tensor as length, a position that no query is before.
         has_positions: whether positions are known to be those of the tokens of one document.
         block_indices: of layers that rank for others, by their index: a layer that is computed
@@ -58,6 +59,7 @@ class NSAMask:
     tokens: Any = None
     documents: Any = None
     visible: Any = None
+    window: int | None = None
     least_position: int = 0
     has_positions: bool = False
     block_indices: dict[int, Tensor] = field(default_factory=dict, repr=False)
@@ -203,7 +205,7 @@ def name_documents(
             raise ValueError(f"position_ids {expected}, got others: {HINT}")
     if not first:
         return mask
-    return NSAMask(T, mask.tokens, documents, block_indices=mask.block_indices)
+    return replace(mask, documents=documents)
 
 
 def check_layers(config: Any, name: str) -> None:
@@ -260,7 +262,7 @@ def nsa_mask(
     is_whole, is_known = T == S and kv_offset == 0, not isinstance(q_offset, Tensor)
     is_last = is_whole or (is_known and q_offset + T == kv_offset + S)
     if is_last and tokens is None and documents is None:
-        return NSAMask(S)
+        return NSAMask(S, window=local_size)
     if local_size is None:  # padding over a cache that is short enough for dense attention
         needs_sdpa = not is_whole and tokens is not None and is_drop_in
         if needs_sdpa:
@@ -278,19 +280,20 @@ def nsa_mask(
             mask_function=mask_function, attention_mask=attention_mask, device=device,
             allow_is_causal_skip=False,
         )  # fmt: skip
-        return NSAMask(S, visible=visible, has_positions=True)  # wrong ones as in SDPA
+        # wrong positions as in SDPA
+        return NSAMask(S, visible=visible, window=local_size, has_positions=True)
     if is_whole:
-        return NSAMask(S, tokens, documents)
+        return NSAMask(S, tokens, documents, window=local_size)
     if is_known or not (tracing or T == 1):
         L = int(q_offset) + T
-        return NSAMask(L, None if tokens is None else tokens[:, :L])
+        return NSAMask(L, None if tokens is None else tokens[:, :L], window=local_size)
     # one graph of a step serves all lengths, or the two sides of `dense_length`
     length, least_position = torch.as_tensor(q_offset, device=device) + T, 0
     if tokens is None and is_drop_in and not tracing:
         dense_length: int = drop_in_settings(config)["dense_length"]
         least_position = dense_length if int(q_offset) >= dense_length else 0
     tokens = None if tokens is None else tokens & (key < length)
-    return NSAMask(length, tokens, least_position=least_position)
+    return NSAMask(length, tokens, window=local_size, least_position=least_position)
 
 
 @torch.compiler.disable(

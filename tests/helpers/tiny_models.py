@@ -30,6 +30,10 @@ FAMILIES = dict(
     Mistral=dict(sliding_window=None, rope_parameters=YARN),
     Mixtral=dict(sliding_window=None, num_local_experts=2, num_experts_per_tok=1),
     Qwen2=dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    Qwen2Moe=dict(
+        use_sliding_window=True, sliding_window=8, num_experts=2, num_experts_per_tok=1,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    ),
     Qwen3={},
     Qwen3Moe=dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16),
     Gemma={},

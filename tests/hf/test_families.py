@@ -25,7 +25,7 @@ from tests.helpers.tiny_models import (
 
 CONVERTED = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Phi", "Phi3", "SmolLM3",
-    "Granite", "Mixtral", "Qwen3Moe",
+    "Granite", "Mixtral", "Qwen2Moe", "Qwen3Moe",
 )  # fmt: skip
 # all blocks, under one softmax; and a window over the sequence beside two closed branches
 FORMS = dict(

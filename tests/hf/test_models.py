@@ -62,6 +62,7 @@ LAYERS = {
     "converted": converted("Qwen3", **SPARSE, importance="max"),
     "converted, ranked": converted("Llama", **SPARSE),
     "converted, mixed": converted("Gemma3", **SPARSE | dict(dense_length=25)),
+    "converted, windows by masks": converted("Qwen2Moe", **SPARSE),
     "converted, branches": converted("Phi", **BRANCHES),
     "converted, shared": converted("Qwen3", **SPARSE | dict(dense_length=25), share_ranking=[0]),
     "native, index shared": lambda **sizes: native("index", share_ranking=[0], **sizes),
