@@ -244,6 +244,7 @@ def use_sparse_attention(
     user = saved if config is None and not settings else config
     if isinstance(user, Mapping):
         settings, user = {**user, **settings}, None
+        settings.pop(REPLACED, None)  # of another model's configuration
     shared = settings.pop("share_ranking", None)
     if isinstance(user, NSAConfig):
         for name, attribute in SHAPE.items():

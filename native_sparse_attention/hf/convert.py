@@ -100,7 +100,7 @@ def convert(
         layer.self_attn = NSAAttention(attention, index, dropout, source)
         layer.self_attn.train(module.training)
     saved = converted[0].config.values_of(*SETTINGS) | dict(gate_bias=bias)
-    saved |= dict(share_ranking=[*share_ranking]) if share_ranking else {}
+    saved |= dict(share_ranking=[int(i) for i in share_ranking]) if share_ranking else {}
     setattr(decoder.config, CONVERTED_KEY, saved)
     # of its file: ConvertedLoader loads it, and without this import transformers refuses "nsa"
     vars(decoder.config).setdefault("quantization_config", dict(quant_method=configuration.LOADER))

@@ -57,6 +57,9 @@ def test_a_config_gives_settings():
     kept = model.config.nsa_config
     assert kept["selection_block_size"] == 32 and kept["num_selected_blocks"] == 16
     assert kept["compress_block_size"] == kept["compress_block_sliding_stride"] == 8
+    assert use_sparse_attention(tiny("Gemma2"), kept).config.nsa_config == kept | dict(
+        replaced_implementation="eager"
+    )
     form = dict(dim=32, dim_head=8, heads=4, kv_heads=2, branches=("selected",), causal=True)
     config = NSAConfig(**form, rank_rotated=True, compress_block_size=1, importance="max")
     use_sparse_attention(model, config, num_selected_blocks=3, share_ranking=[np.int64(-2)])

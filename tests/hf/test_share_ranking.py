@@ -1,8 +1,10 @@
 """Layers that take the block indices of another (`share_ranking`): the drop-in, converted models
 and the native one. Padding, packing, caches, checkpointing and files of them: test_models.py."""
 
+import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,7 +73,8 @@ def test_windows():
     assert model.config.nsa_config["share_ranking"] == [1]
     converted = models.tiny("Gemma3", num_hidden_layers=4, layer_types=kinds)
     converted.load_state_dict(state)
-    hf.convert(converted, **models.SPARSE, importance="max", share_ranking=[1])
+    hf.convert(converted, **models.SPARSE, importance="max", share_ranking=[np.int64(1)])
+    assert json.loads(converted.config.to_json_string())["nsa_converted"]["share_ranking"] == [1]
     models.close(converted(ids).logits, model(ids).logits)
     expected = r"must begin with layer 1 and leave out layers that select no blocks, got \[0\]"
     for change in (hf.use_sparse_attention, hf.convert):
