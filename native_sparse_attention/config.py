@@ -171,6 +171,10 @@ class AttentionConfig:
         if self.num_selected_groups and (local % GROUP or not local):  # groups are complete
             expected = f"a positive multiple of {GROUP} with num_selected_groups"
             raise refusal("num_local_blocks", expected, local)
+        size = self.leader_stride
+        if self.num_selected_groups and size % d and d % size:
+            expected = f"a divisor or a multiple of the {size} tokens of a group of blocks"
+            raise refusal("compress_block_sliding_stride", expected, d)
         if self.dense_length % self.leader_stride:
             expected = f"a multiple of the {self.leader_stride} tokens that share a ranking"
             raise refusal("dense_length", expected, self.dense_length)

@@ -424,6 +424,9 @@ REFUSED = {
         "importance='max' or 'head_max' or 'logits', got 'probs'": dict(importance="probs"),
         "causal=True, got False": dict(causal=False),
         "num_local_blocks must be a positive multiple of 4": dict(num_local_blocks=3),
+        "a multiple of the 8 tokens of a group of blocks, got 6": dict(
+            compress_block_size=6, compress_block_sliding_stride=6, selection_block_size=2
+        ),
         "rank_rotated=True": dict(rank_rotated=False),
         "without 'compressed'": dict(branches=("compressed", "selected"), rank_rotated=False),
         "use_diff_topk=False, got True": dict(use_diff_topk=True),
