@@ -55,14 +55,17 @@ def test_the_same_indices_give_the_same_bits(backend, kind, form):
 
 @pytest.mark.slow(one_of=4)
 @pytest.mark.parametrize("s", [4, 16, 32, 64, 128])
+@pytest.mark.parametrize("kind", calls.LAYERS)
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_one_head_of_any_indices(backend, s):
-    """Those of one head for all, in int64: some of the future, some missing, some twice."""
+def test_one_head_of_any_indices(backend, kind, s):
+    """Those of one head for all, in int64: some of the future, some missing, some twice. They come
+    back as they were given."""
     place = (7, 2 * s + 9)
     windows = dict(compress_block_size=4, compress_block_sliding_stride=4)
-    call = calls.draw("one softmax", selection_block_size=s, place=place, **windows)
+    call = calls.draw(kind, selection_block_size=s, place=place, **windows)
     indices = torch.randint(-1, 4, (2, 7, 1, 5), device=DEVICE)
-    found = given(call, indices, backend)
+    found, back = given(call, indices, backend, return_block_indices=True)
+    assert torch.equal(back, indices.expand_as(back))
     expected = given(call, indices.expand(-1, -1, calls.HEADS[0], -1), "eager")
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 

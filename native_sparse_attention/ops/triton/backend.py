@@ -130,7 +130,7 @@ def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor
     if config.branches == ("selected",) and config.ranks:  # ck and cq only rank
         call = call.but(ck=call.ck.detach(), cq=None if call.cq is None else call.cq.detach())
     out, _, block_indices = attention(call, config)
-    return out, block_indices
+    return out, block_indices if call.block_indices is None else call.block_indices
 
 
 def attend_branch(call: Call, config: AttentionConfig, return_lse: bool = False) -> Any:
