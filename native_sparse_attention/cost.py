@@ -123,7 +123,8 @@ def nsa_cost(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating dtype, got {describe(dtype)}")
     with torch.device("meta"):
-        layer = SparseAttention.from_config(config, compress_mlp=compress_mlp).to(dtype)
+        layer = SparseAttention.from_config(config, compress_mlp=compress_mlp, rotary_emb=False)
+        layer.to(dtype)
     H, D, K = config.heads, config.dim_head, layer.kv_heads
     d, l, size = config.d, config.compress_block_size, dtype.itemsize
     i = torch.arange(T)

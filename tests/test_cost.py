@@ -49,6 +49,7 @@ TOKENS = dict(compress_block_size=1, compress_block_sliding_stride=1)
 HELD = {
     "one softmax": (ONE, "ck k v"),
     "tokens": (ONE | TOKENS, "k v"),
+    "no positions": (ONE | dict(dim_head=15), "ck k v"),
     "no ranks": (ONE | dict(num_selected_blocks=0), "k v"),
     "learned": (ONE | TOKENS | dict(importance="index", index_dim=20), "ck k v"),
     **{name: (settings, None) for name, settings in VARIED.items()},
@@ -63,7 +64,7 @@ def test_parameters_and_cache(name):
     for network in (None, MeanPool(), AttentionPool(16, 8)):
         if network is not None and (streams or config.compress_block_size != 8):
             continue
-        layer = SparseAttention.from_config(config, compress_mlp=network)
+        layer = SparseAttention.from_config(config, compress_mlp=network, rotary_emb=False)
         cost = nsa_cost(config, 29, batch=2, dtype=torch.float32, compress_mlp=network).sparse
         assert cost.parameters == sum(p.numel() for p in layer.parameters())
         cache = KVCache(max_length=29)
