@@ -278,7 +278,8 @@ class Transformer(Started):
         local = check_layers("local_layers", local_layers, depth)
         if local and not use_sparse_attn:
             raise refusal("local_layers", "empty with use_sparse_attn=False", local)
-        selecting = [i for i in range(depth) if use_sparse_attn and i not in local]
+        ranks = use_sparse_attn and layer_config.ranks
+        selecting = [i for i in range(depth) if ranks and i not in local]
         sources = check_share_ranking(share_ranking, selecting, depth)
         # layers whose block indices others take
         self.shared_rankings = {*sources.values()}

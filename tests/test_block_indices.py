@@ -192,5 +192,6 @@ def test_layers_that_cannot_share():
     for layers in ([1], [0, 2], []):
         with pytest.raises(ValueError, match="share_ranking must begin with layer 0 and leave out"):
             Transformer(9, 32, 4, config=config_of(), share_ranking=layers, local_layers=[2])
-    with pytest.raises(ValueError, match="share_ranking must be None"):
-        Transformer(9, 32, 4, share_ranking=[0])
+    for changes in ({}, dict(config=config_of(branches=("window",), sliding_window_size=3))):
+        with pytest.raises(ValueError, match="share_ranking must be None"):
+            Transformer(9, 32, 4, share_ranking=[0], **changes)
