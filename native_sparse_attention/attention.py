@@ -369,7 +369,7 @@ class SparseAttention(Started):
             )  # fmt: skip
         capacity = (cache.max_length or 0) if cache is not None else 0
         is_dense = self._dense or 0 < capacity <= config.dense_length
-        if config.importance == "given" and block_indices is None and not is_dense:
+        if config.takes_blocks and block_indices is None and not is_dense:
             raise ValueError("block_indices must be given with importance='given', got None")
         is_given = block_indices is not None and not is_dense
         layout: Any

@@ -230,6 +230,11 @@ class AttentionConfig:
         return is_ranked and "selected" in self.branches
 
     @property
+    def takes_blocks(self) -> bool:
+        """Whether calls are given the blocks of the selected branch."""
+        return self.importance == "given" and "selected" in self.branches
+
+    @property
     def ranks_by_heads(self) -> bool:
         """Whether each query head has scores of its own, of which the largest count."""
         return self.importance == "head_max"

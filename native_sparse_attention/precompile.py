@@ -57,7 +57,8 @@ def warmup(
     from .kernels.common.precompile import compile_ahead
 
     # compression networks run no kernels of this library
-    layer = SparseAttention.from_config(config, compress_mlp=MeanPool()).to(device, dtype)
+    network = None if config.is_indexed else MeanPool()
+    layer = SparseAttention.from_config(config, compress_mlp=network).to(device, dtype)
 
     def dry_run() -> None:
         # run the backward in this thread, too: this thread launches nothing
@@ -68,7 +69,7 @@ def warmup(
                 offsets = torch.tensor([0, length // 2, length], device=device)
                 for cu_seqlens in (None, offsets) if documents else (None,):
                     indices = None
-                    if config.importance == "given":
+                    if config.takes_blocks:
                         slots = 1, length, 1, config.num_selected_blocks
                         indices = torch.zeros(slots, dtype=torch.int32, device=device)
                     out = layer(x, cu_seqlens=cu_seqlens, block_indices=indices)

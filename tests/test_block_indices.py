@@ -150,6 +150,11 @@ def test_a_layer_that_ranks_nothing():
     assert not torch.equal(forced, layer(x, block_indices=indices.clamp(min=1)))
     layer.dense = True
     assert torch.equal(layer(x), layer(x, block_indices=indices))
+    # without the selected branch nothing is given
+    window = config_of(importance="given", branches=("window",), sliding_window_size=3)
+    layer, cache = SparseAttention.from_config(window).to(DEVICE), nsa.KVCache()
+    steps = [layer(part, cache=cache) for part in x.split(20, dim=1)]
+    torch.testing.assert_close(layer(x), torch.cat(steps, 1), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

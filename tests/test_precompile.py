@@ -53,6 +53,14 @@ def test_a_layer_runs_what_was_compiled():
 
 
 @pytest.mark.gpu
+def test_a_layer_that_ranks_by_an_index():
+    """It takes no compression network."""
+    config = dataclasses.replace(CONFIG, branches=("selected",), importance="index")
+    warmup(config, torch.float32, lengths=(300,))
+    assert warmup(config, torch.float32, lengths=(300,)) == 0
+
+
+@pytest.mark.gpu
 def test_a_first_call_compiles_the_branches_side_by_side(monkeypatch):
     """Of a layer of averaged windows: heads of a width that no other test has."""
     import triton

@@ -86,14 +86,13 @@ def check_read(call: Call, config: AttentionConfig) -> None:
     branches = config.branches
     is_read = {name: branch in branches for name, branch in READ_BY.items()}
     is_read |= dict(ck=config.compresses, cq=config.compresses, branch_gates=len(branches) > 1)
-    is_given = config.importance == "given" and "selected" in branches
     if config.num_selected_groups and config.ranks and call.cq is not None:
         raise ValueError("cq must be None with num_selected_groups: q ranks windows and tokens")
-    is_read |= dict(block_indices=is_given, leader_indices=config.ranks)
+    is_read |= dict(block_indices=config.takes_blocks, leader_indices=config.ranks)
     for name in is_read:
         value = getattr(call, name)
         if value is not None and not is_read[name]:
-            settings = f"branches={branches}" + ", block_indices" * is_given
+            settings = f"branches={branches}" + ", block_indices" * config.takes_blocks
             raise ValueError(f"{name} must be None with {settings}, which do not read it")
         if is_read[name] and name in ("ck", "cv", "branch_gates", "block_indices"):
             check_given(**{name: value})
