@@ -40,6 +40,7 @@ GEOMETRY = (
 )  # fmt: skip
 RANKED_GEOMETRY = (
     *GEOMETRY, "num_selected_blocks", "num_selected_groups", "query_heads_share_selected_kv",
+    "selection_block_size",
 )  # fmt: skip
 
 # what a layer has in place of a ranking that takes the block indices of another

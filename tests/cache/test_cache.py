@@ -337,18 +337,20 @@ def test_another_geometry(name, make):
     close(first(x[:, 9:], cache=cache), first(x)[:, 9:])
 
 
+@pytest.mark.parametrize("name, value", [("num_selected_blocks", 1), ("selection_block_size", 16)])
 @torch.no_grad()
-def test_blocks_of_shared_rankings():
-    """How many a token has lies in the cache; without shared rankings it does not."""
+def test_blocks_of_shared_rankings(name, value):
+    """What a token has lies in the cache; without shared rankings it does not."""
     x = normal(1, 20, DIM)
     module, cache = layer(), KVCache()
     module(x[:, :18], cache=cache)
-    module.num_selected_blocks = 1
+    setattr(module, name, value)
     close(module(x[:, 18:], cache=cache), module(x)[:, 18:])
     module, cache = layer(**SETTINGS["shared rankings"]), KVCache()
     module(x[:, :18], cache=cache)
-    module.num_selected_blocks = 1
-    with pytest.raises(ValueError, match="num_selected_blocks=2, this one has"):
+    held = getattr(module, name)
+    setattr(module, name, value)
+    with pytest.raises(ValueError, match=f"{name}={held}, this one has {name}={value}"):
         module(x[:, 18:], cache=cache)
 
 
