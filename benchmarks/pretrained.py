@@ -127,6 +127,7 @@ def grid(sizes: Sequence[int] = SIZES, tokens: tuple[int, int, int] = TOKENS) ->
         rules += [Rule(name, *blocks[:3], 2 * n, 1, 1) for name in ("max", "head_max")]
         rules += [Rule(name, *blocks, 1, 1, bits=8) for name in ("max", "head_max")]
         rules += [Rule("head_max", *blocks[:3], 2 * n, 1, 1, bits=8)]
+        rules += [Rule("head_max", *blocks[:3], 3 * n, 1, 1)]
         if local % 4 == 0 and s >= 16:
             staged = itertools.product(("max", "head_max"), (8, 16))
             rules += [Rule(name, *blocks, 16, 16, groups=n1) for name, n1 in staged]
