@@ -172,7 +172,8 @@ def flamingo(
     if image_token_length is not None:
         length = constant("image_token_length", image_token_length, 1)
     else:
-        check_integers("image_ids", image_ids, 1)
+        # narrower integers index as a mask, or not at all
+        image_ids = check_integers("image_ids", image_ids, 1).long()
     starts, ends = (t.contiguous() for t in intervals.unbind(1))
 
     def flamingo_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

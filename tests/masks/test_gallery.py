@@ -66,6 +66,10 @@ DRAWN = {
         x....
         """,
     ),
+    "flamingo, by narrow ids": (
+        masks.flamingo(TWO_IMAGES, torch.tensor([2, 0, 1], dtype=torch.uint8)),
+        ".x. .xx .xx ..x ... x..",
+    ),
     # keys of no image are seen by no text
     "flamingo, by ids of other images": (
         masks.flamingo(TWO_IMAGES, torch.tensor([-1, 0, 7])),
