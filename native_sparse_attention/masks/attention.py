@@ -58,7 +58,9 @@ def dense_attention(
     scores = scores * (dims["D"] ** -0.5 if scale is None else scale)
     if score_mod is not None:
         b, h, i, j = (torch.arange(n, device=q.device) for n in (B, H, T, S))
-        scores = score_mod(scores, b[:, None, None, None], h[:, None, None], i[:, None], j)
+        modified = score_mod(scores, b[:, None, None, None], h[:, None, None], i[:, None], j)
+        # flex_attention too takes scores of any dtype, and of mods that do not read the score
+        scores = modified.to(scores.dtype).expand_as(scores)
     allowed = ~scores.isneginf()
     if mask_mod is not None:
         from torch.nn.attention.flex_attention import create_mask

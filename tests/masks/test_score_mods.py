@@ -45,6 +45,24 @@ def test_soft_cap(approximate):
     torch.testing.assert_close(capped, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(
+    "mod",
+    [
+        masks.alibi(2, torch.rand(2).double()),
+        masks.relative_bias(torch.randn(2, 5).double()),
+        lambda score, b, h, i, j: i - j,
+    ],
+)
+def test_scores_of_other_dtypes_and_axes(mod):
+    """float64 tensors beside float32 scores, and a mod that does not read the score, as in
+    flex_attention."""
+    q, k, v = torch.randn(3, 2, 2, 6, 8)
+    scores = torch.einsum("bhid,bhjd->bhij", q, k).double() * 8**-0.5
+    expected = grid(mod, scores).expand_as(scores).double().softmax(-1) @ v.double()
+    out = masks.dense_attention(q, k, v, score_mod=mod)
+    torch.testing.assert_close(out, expected.float())
+
+
 # the approximate tanh
 
 
