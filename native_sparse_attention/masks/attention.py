@@ -18,6 +18,7 @@ from ..checks import (
     check_same,
     check_scale,
     check_shapes,
+    check_tensor,
     describe,
     refusal,
 )
@@ -65,7 +66,9 @@ def dense_attention(
     if mask_mod is not None:
         from torch.nn.attention.flex_attention import create_mask
 
-        allowed = allowed & create_mask(mask_mod, B, H, T, S, device=str(q.device))
+        visible = create_mask(mask_mod, B, H, T, S, device=str(q.device))
+        check_tensor("what mask_mod returns", visible, (torch.bool,), q.device)
+        allowed = allowed & visible
     probs, _ = masked_softmax(scores, allowed)
     out = times(probs.unflatten(1, (-1, groups)), v)
     return out.flatten(1, 2).to(dtype)

@@ -198,6 +198,7 @@ def tile_counts(
             return mask_mod(b, h, i + first, j)
 
         allowed = create_mask(strip, 1, 1, size, kv_len, device=str(device))[0, 0]
+        check_tensor("what mask_mod returns", allowed, (torch.bool,), allowed.device)
         padded = F.pad(allowed, (0, -kv_len % tile, 0, -size % tile))
         strips.append(padded.unflatten(1, (-1, tile)).unflatten(0, (-1, tile)).sum((1, 3)))
     return torch.cat(strips)

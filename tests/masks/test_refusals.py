@@ -15,6 +15,11 @@ A, B = nested((2, 3), 2, 8)[0], nested((3, 2), 2, 8)[0]
 OFFSETS = torch.tensor([0, 2, 5])
 HOLES = torch.nested.nested_tensor_from_jagged(A.values(), OFFSETS, lengths=torch.tensor([1, 3]))
 FULL = masks.jagged_block_mask(None, OFFSETS)
+ROW = torch.randn(1, 1, 4, 8)
+
+
+def twice(b, h, i, j):
+    return 2 * (j <= i)
 
 
 def attend(q=A, k=A, v=A, *args, **kwargs):
@@ -58,6 +63,8 @@ BAD = [
         lambda: masks.create_fine_mask(4, 2)(torch.zeros(1, 1, 5, 1).long()),
         "selected_block_indices",
     ),
+    (lambda: masks.block_mask_of(twice, 4, 4, CPU), "what mask_mod returns must be bool on cpu"),
+    (lambda: masks.dense_attention(ROW, ROW, ROW, mask_mod=twice), "what mask_mod returns must be"),
     (lambda: masks.alibi(4, torch.ones(3)), r"slopes must be floating, of shape \[4\], got a"),
     (lambda: masks.soft_cap(0), "cap must be a positive finite number of at least 1.2e-38, got 0"),
     (lambda: masks.relative_bias(torch.ones(4)), r"table must be floating, of shape \[heads, 2 m"),
