@@ -174,8 +174,12 @@ def jagged_attention(
         raise ValueError("k and v must have the same offsets, got different ones")
     if len(offsets) != len(kv_offsets):
         raise ValueError(f"q has B={len(offsets) - 1} but k has B={len(kv_offsets) - 1}")
-    if block_mask is None:
+    # flex_attention needs a query and a key
+    uses_flex = q_values.is_cuda and dims["T"] > 0 and dims["S"] > 0
+    if block_mask is None and uses_flex:
         block_mask = jagged_block_mask(mask_mod, offsets, kv_offsets)
+    elif block_mask is None:
+        mask_mod = jagged_mask_mod(mask_mod, offsets, kv_offsets)
     elif mask_mod is not None or block_mask.shape[-2:] != (dims["T"], dims["S"]):
         got = f"shape {block_mask.shape} and mask_mod={describe(mask_mod)}"
         expected = f"of {dims['T']} queries and {dims['S']} keys, without mask_mod"
@@ -186,10 +190,11 @@ def jagged_attention(
 
     # one row [1 heads tokens width]
     rows = [t.transpose(0, 1)[None] for t in (q_values, k_values, v_values)]
-    if q_values.is_cuda:
+    if uses_flex:
         options |= {"block_mask": block_mask, "enable_gqa": groups > 1}
         with torch._dynamo.config.patch(recompile_limit=64):  # shapes of a compiled function
             out = compiled_attention()(*rows, **options)
     else:
-        out = dense_attention(*rows, mask_mod=block_mask.mask_mod, **options)
+        packed_mod = mask_mod if block_mask is None else block_mask.mask_mod
+        out = dense_attention(*rows, mask_mod=packed_mod, **options)
     return torch.nested.nested_tensor_from_jagged(out[0].transpose(0, 1), offsets)

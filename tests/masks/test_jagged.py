@@ -62,6 +62,16 @@ def test_each_sequence_as_alone(mask_mod, score):
         assert torch.equal(again.values(), out.values())
 
 
+@pytest.mark.parametrize(("lengths", "kv_lengths"), [((0, 0), (0, 0)), ((2, 1), (0, 0))])
+def test_no_token_at_all(lengths, kv_lengths):
+    q, q_values = nested(lengths, 2, 8)
+    k, k_values = nested(kv_lengths, 2, 8)
+    out = masks.jagged_attention(q, k, k, masks.causal, score_mod=masks.alibi(2)).values()
+    assert torch.equal(out, torch.zeros(sum(lengths), 2, 8))
+    for grad in torch.autograd.grad(out.sum(), [q_values, k_values]):
+        assert not grad.any()
+
+
 def test_keys_of_their_own():
     q_lengths, kv_lengths = (3, 1, 0, 6), (2, 0, 4, 9)
     q, q_values = nested(q_lengths, 2, 8)
