@@ -26,7 +26,7 @@ from einops.layers.torch import EinMix, Rearrange
 from torch import Tensor, nn
 
 from . import blocks
-from .checks import check_choice, check_factor, check_hidden, check_type
+from .checks import check_choice, check_factor, check_hidden, check_ints, check_shapes, check_type
 from .compat import free_size, is_exporting, no_autocast
 from .config import NSAConfig
 from .initialization import Started, StartedLinear
@@ -141,6 +141,8 @@ class ConvLinearCompress(Started):
         self.conv = nn.Conv1d(dim, dim, l, stride=l, groups=heads)
 
     def forward(self, kv: Tensor) -> Tensor:
+        # of a longer window the convolution would leave out tokens
+        check_shapes(kv=(kv, f"b {self.conv.groups} w {self.conv.kernel_size[0]} d"))
         b, h = kv.shape[:2]
         out = self.conv(rearrange(kv, "b h w l d -> (b w) (h d) l"))
         return rearrange(out, "(b w) (h d) 1 -> b h w d", b=b, h=h, w=kv.shape[2])
@@ -291,6 +293,7 @@ class CompressTransformer(Started):
         dropout: float = 0.0,
     ):
         super().__init__()
+        check_ints(1, num_layers=num_layers, dim=dim, num_heads=num_heads)
         if dim % num_heads:
             raise ValueError(f"num_heads must divide dim={dim}, got {num_heads}")
         ff_hidden_dim = 4 * dim if ff_hidden_dim is None else ff_hidden_dim

@@ -245,6 +245,7 @@ BASES = CALLS | {
     ),
     "MLP": (networks.default_compress_mlp, dict(WINDOW, expand_factor=0.01)),
     "GroupedMLP": (networks.GroupedMLP, dict(WINDOW, heads=1, expand_factor=0.0)),
+    "conv": (networks.ConvLinearCompress(2, 4, 4), dict(kv=torch.zeros(1, 2, 3, 6, 4))),
     "CompressTransformer": (networks.CompressTransformer, dict(num_layers=1, dim=4, num_heads=3)),
     "SumPool": (networks.SumPool, dict(dim_head=2, gain=float("nan"))),
     "kv": (networks.CompressTransformer(1, 8, 2), dict(kv=torch.randn(1, 3, 2, 5, 4))),
@@ -530,7 +531,15 @@ REFUSED = {
     },
     "MLP": {"leaves at least one hidden unit of 4": {}, "start must be one of": dict(start="mean")},
     "GroupedMLP": {"leaves at least one hidden unit of 4, got 0.0": {}},
-    "CompressTransformer": {"num_heads must divide dim=4, got 3": {}},
+    "conv": {
+        "kv must have shape [b 2 w 4 d], got [1, 2, 3, 6, 4]": {},
+        "kv must have shape [b 2 w 4 d], got [1, 4, 3, 4, 2]": dict(kv=torch.zeros(1, 4, 3, 4, 2)),
+    },
+    "CompressTransformer": {
+        "num_heads must divide dim=4, got 3": {},
+        "num_heads must be an integer of at least 1, got 0": dict(num_heads=0),
+        "num_layers must be an integer of at least 1, got 0": dict(num_layers=0),
+    },
     "SumPool": {"gain must be a finite number above 0, got nan": {}},
     "kv": {"kv must have h * d = dim = 8, got h=3 and d=4": {}},
 }
