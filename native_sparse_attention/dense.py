@@ -325,9 +325,9 @@ def mha_forward(
     with no_autocast(q.device.type):
         q, k, v = upcast(q, k, v)
         s = masked_logits(q, k, ab, visible, *settings)
-        hidden = ~visible.any(dim=-1)
         m = s.detach().amax(dim=-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
-        m = m.masked_fill(hidden, float("-inf"))
+        m = m.masked_fill(~visible.any(dim=-1), float("-inf"))
+        hidden = m == float("-inf")  # also by a bias of -inf
         p = torch.exp(s - m.masked_fill(hidden, 0.0)[..., None])
         p = p.masked_fill(hidden[..., None], 0.0)
         l = p.sum(dim=-1)
@@ -388,7 +388,7 @@ def mha_reference(
 
     Args:
         q, k, v: [B, H, T, D], [B, H, S, D] and [B, H, S, E].
-        ab: attention bias, broadcasts to [B, H, T, S]; None for none.
+        ab: attention bias, broadcasts to [B, H, T, S]; None for none. -inf hides a key.
         segment_ids: `SegmentIds(q [B, T], kv [B, S])`, or one tensor [B, T] if T = S.
         causal: keys j <= i only, aligned at the top left even if T and S differ.
         mask_value: logit of masked pairs.

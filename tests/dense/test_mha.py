@@ -49,6 +49,19 @@ def test_bias_is_scaled_too(op, shape, causal):
     close(torch.autograd.grad((o * weight).sum(), leaves), right)
 
 
+@OPS
+def test_a_bias_that_hides_all_keys(op):
+    """A query whose bias is -inf everywhere sees no key; another one sees some."""
+    q, k, v = draw(1, 2, 3, 4, 4, 2)
+    ab = torch.zeros(3, 4, dtype=torch.float64)
+    ab[1], ab[2, :3] = -math.inf, -math.inf
+    o = op(q, k, v, ab.requires_grad_())
+    assert not o[:, :, 1].any()
+    close(o[:, :, 2], v[:, :, 3])
+    grads = torch.autograd.grad(o.sum(), (q, k, v, ab))
+    assert all(g.isfinite().all() for g in grads)
+
+
 @pytest.mark.parametrize("mask_value", [-math.inf, -1e30, -0.5])
 def test_residuals(mask_value):
     q, k, v = draw(2, 2, 5, 5, 4, 4)
