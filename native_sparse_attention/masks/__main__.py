@@ -33,7 +33,8 @@ def draw_pairs(mask_mod: MaskMod, q_len: int, kv_len: int, most: int = CELLS) ->
     size = math.ceil(max(q_len, kv_len) / most)
     rows, columns = ((n - torch.arange(0, n, size)).clamp(max=size) for n in (q_len, kv_len))
     allowed = tile_counts(mask_mod, q_len, kv_len, CPU, size)
-    return size, allowed / (rows[:, None] * columns)
+    # float32 would round a share of nearly all pairs to all
+    return size, allowed.double() / (rows[:, None] * columns)
 
 
 def cell_states(share: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
         size, share = draw_pairs(mask_mod, q_len, kv_len)
         # a tile past the end is never full
         counts = tile_counts(mask_mod, q_len, kv_len, CPU, tile)
-        tiles = counts / tile**2
+        tiles = counts.double() / tile**2
         empty, partial, full = cell_states(tiles).flatten().bincount(minlength=3).tolist()
         cell = "one pair" if size == 1 else f"{size} x {size} pairs"
         sys.stdout.write(
