@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import blocks
+from ..compat import cast_to_autocast_dtype, no_autocast
 from ..config import AttentionConfig
 from ..masks.gallery import soft_cap as soft_cap_mod
 from ..masks.nsa import (
@@ -201,7 +202,8 @@ def attend_branch(call: Call, config: AttentionConfig, return_lse: bool = False)
             "let the backend choose."
         )
     k, v, block_mask = KEYS[config.branches[0]](call, config)
-    q, k, v = (t.transpose(1, 2) for t in (call.q, k, v))
+    q, k, v = cast_to_autocast_dtype(*(t.transpose(1, 2) for t in (call.q, k, v)))
+    dtype = v.dtype
     sinks = None if call.sinks is None else call.sinks[0]
     settings = block_mask, config.scale, config.soft_cap, return_lse or sinks is not None
     if torch.compiler.is_compiling():
@@ -213,12 +215,12 @@ def attend_branch(call: Call, config: AttentionConfig, return_lse: bool = False)
         if not torch.is_grad_enabled():
             # flex checks `requires_grad` of tensors, not whether autograd records
             q, k, v = q.detach(), k.detach(), v.detach()
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), no_autocast(q.device.type):
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
             q, k, v = upcast(q, k, v)
             result = attend(q, k, v, *settings)
     out, lse = result if isinstance(result, tuple) else (result, None)
-    out = out.to(call.v.dtype).transpose(1, 2)
+    out = out.to(dtype).transpose(1, 2)
     if lse is None:
         return out
     lse = lse.transpose(1, 2)

@@ -87,6 +87,15 @@ def test_traced_by_torch(branch):
 
 
 @pytest.mark.usefixtures("untraced_flex")
+def test_autocast_rounds_the_inputs_of_flex_attention():
+    """To its dtype, once; and the output, as in eager PyTorch. The products stay float32."""
+    inputs = tensors(1, 5, 5, 1, 2, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = window(*inputs)
+    torch.testing.assert_close(out, window(*(t.bfloat16() for t in inputs)), rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("untraced_flex")
 def test_indices_that_are_no_block_are_passed_over():
     call = draw("selected", place=(7, 7), selection_block_size=2, num_local_blocks=0)
     shape = call.settings["block_indices"].shape[:3]
