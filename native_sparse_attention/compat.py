@@ -94,10 +94,10 @@ def refuse_context_parallel(op: str) -> None:
 def refuse_transforms(op: str) -> None:
     """Raise NotImplementedError under torch.func (vmap, grad, jvp) and forward-mode AD, which know
     nothing of kernels and of memory that is written in place, and in torch's `context_parallel`."""
-    if torch.compiler.is_compiling():
-        return
     refuse_context_parallel(op)
-    if torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
+    if torch.compiler.is_compiling() or (
+        torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
+    ):
         return
     raise NotImplementedError(
         f"{op} supports neither torch.func (vmap, grad, jvp) nor forward-mode AD: use "
