@@ -76,6 +76,8 @@ RANKINGS: dict[str, Settings] = {
     "one ranking for 2 layers": dict(share_ranking=2),
     "one ranking for 4 layers": dict(share_ranking=4),
     "index of 32": dict(INDEX, index_dim=32),
+    "any head, layers 2 and 4 local": dict(importance="head_max", local_layers=[1, 3]),
+    "index of 32, layers 2 and 4 local": dict(INDEX, index_dim=32, local_layers=[1, 3]),
 }
 
 # the most valuable first: this is the order in which they are trained
