@@ -135,8 +135,9 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
 
     def loss_at(step: int) -> runs_pool.Losses:
         is_short = step <= cfg.short * cfg.steps
-        (batch,) = batches(train, short if is_short else cfg, step)
-        given = ranking_of(settings, spec["seed"], step, run.device)
+        cfg_of_step = short if is_short else cfg
+        (batch,) = batches(train, cfg_of_step, step)
+        given = ranking_of(settings, spec["seed"], step, cfg_of_step.seq_len, run.device)
         batch = batch._replace(ids=on(batch.ids, run.device))
         # one graph is compiled, for the length of the run
         return loss_of(functools.partial(model if is_short else forward, **given), batch, cfg)

@@ -32,7 +32,7 @@ from training.forward import autocast
 from . import common, runs_pool
 from .common import NO_ROWS, Row, length
 from .runs_pool import Job, Run, by_variant, on, spread, sweep
-from .variants import VARIANTS, Settings, build, check, describe, ranking_of, scaled
+from .variants import VARIANTS, Settings, build, check, describe, scaled
 
 LR = (1e-3, 3e-3)
 
@@ -141,10 +141,7 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
         draw = np.random.default_rng([spec["seed"], step])
         T = int(draw.choice(spec["train_lengths"]))
         drawn = task.draw(spec["batch"] * spec["T"] // T, T, draw)
-        given = ranking_of(spec["settings"], spec["seed"], step, run.device)
-        logits, answers, *others = asked(model, drawn, cfg, **given)
-        loss = F.cross_entropy(logits, answers)
-        return (loss, *others) if others else loss
+        return F.cross_entropy(*asked(model, drawn, cfg))
 
     row = {**spec, **describe(model, spec["T"])}
     done = runs_pool.fit(model, loss_at, cfg, run)
@@ -157,16 +154,13 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
     }
 
 
-def asked(
-    model: Transformer, drawn: tuple[Tensor, ...], cfg: Namespace, **given: Any
-) -> tuple[Tensor, ...]:
-    """Logits [questions, tokens] and the right values; the ranking loss, if `given` asks for it."""
+def asked(model: Transformer, drawn: tuple[Tensor, ...], cfg: Namespace) -> tuple[Tensor, Tensor]:
+    """Logits [questions, tokens] and the right values."""
     ids, at, _ = (on(t, torch.device(cfg.device)) for t in drawn)
     with autocast(cfg):
-        found = model(ids, **given)
-    logits, *others = found if given else (found,)
+        logits = model(ids)
     rows = torch.arange(len(ids), device=ids.device)[:, None]
-    return logits[rows, at].float().flatten(0, 1), ids[rows, at + 1].flatten(), *others
+    return logits[rows, at].float().flatten(0, 1), ids[rows, at + 1].flatten()
 
 
 @torch.no_grad()
@@ -177,7 +171,7 @@ def evaluate(model: Transformer, task: Task, T: int, tokens: int, cfg: Namespace
     hits = []
     for first in range(0, sequences, at_once):
         drawn = task.draw(min(at_once, sequences - first), T, draw)
-        logits, answers = asked(model, drawn, cfg)[:2]
+        logits, answers = asked(model, drawn, cfg)
         hits.append((logits.argmax(-1) == answers).double().cpu())
     return round(torch.cat(hits).mean().item(), 4)
 

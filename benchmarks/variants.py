@@ -191,13 +191,17 @@ def layers(model: Transformer) -> list[Any]:
     return [attn for attn, _ in blocks]
 
 
-def ranking_of(settings: Settings, seed: int, step: int, device: torch.device) -> dict[str, Any]:
-    """Arguments of the model's forward in a step with a ranking loss."""
+def ranking_of(
+    settings: Settings, seed: int, step: int, T: int, device: torch.device
+) -> dict[str, Any]:
+    """Arguments of the model's forward in a step with a ranking loss, of rows of T tokens. Queries
+    are drawn here, as a compiled graph takes no generator."""
     m = settings.get("ranking_queries")
     if m is None:
         return {}
     generator = torch.Generator(device).manual_seed(hashed(seed, step))
-    return dict(ranking_queries=m, generator=generator)
+    drawn = torch.randperm(T, generator=generator, device=device)[:m]
+    return dict(ranking_queries=drawn.sort().values)
 
 
 def keys_per_query(layer: SparseAttention, T: int) -> dict[str, int]:
