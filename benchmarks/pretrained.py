@@ -126,7 +126,7 @@ def grid(sizes: Sequence[int] = SIZES, tokens: tuple[int, int, int] = TOKENS) ->
         rules += [Rule("max", *blocks, 1, 1, stride=R) for R in (4, 16) if s % R == 0]
         rules += [Rule(name, *blocks[:3], 2 * n, 1, 1) for name in ("max", "head_max")]
         rules += [Rule(name, *blocks, 1, 1, bits=8) for name in ("max", "head_max")]
-        rules += [Rule("head_max", *blocks[:3], 2 * n, 1, 1, bits=8)]
+        rules += [Rule("head_max", *blocks[:3], m * n, 1, 1, bits=8) for m in (2, 3)]
         rules += [Rule("head_max", *blocks[:3], 3 * n, 1, 1)]
         if local % 4 == 0 and s >= 16:
             staged = itertools.product(("max", "head_max"), (8, 16))
