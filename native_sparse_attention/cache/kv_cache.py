@@ -91,7 +91,13 @@ class NewTokens(NamedTuple):
         is_ring: bool = False,
     ) -> None:  # fmt: skip
         """Write the new entries [b h n d] that are complete to a stream, or the last that fit to a
-        ring buffer, in place."""
+        ring buffer, in place: entry n of a sequence to slot n modulo the size, with a page table of
+        its page. Slots are distinct.
+
+        By `index_put_` on the storage itself: of all writes this one torch's compiler does in
+        place. In a graph masked slots get their old values; otherwise the mask is the host's, and
+        they are left out.
+        """
         first, end = self.bounds(every)
         if isinstance(first, int) and isinstance(end, int) and page_table is None and not is_ring:
             store[:, :, first:end] = new[:, :, : end - first]
@@ -101,15 +107,27 @@ class NewTokens(NamedTuple):
             width = min(width, store.shape[2])
         if width == 0:
             return
-        device = end.device if isinstance(end, Tensor) else store.device
-        index, mask = torch.arange(width, device=device), None
+        index = torch.arange(width, device=end.device if isinstance(end, Tensor) else store.device)
         if is_ring:
             index = column(end - first) - width + index  # negative for sequences that take fewer
             new = take(new, index.clamp(min=0).to(new.device, non_blocking=True))
-        slots = column(first) + index
+        new = new[:, :, :width].transpose(1, 2)
+        slots = (column(first) + index).expand(len(new), -1)
+        rows, mask = torch.arange(len(new), device=slots.device)[:, None], None
         if self.counts is not None or (every > 1 and isinstance(first, Tensor)):
-            mask = index >= 0 if is_ring else slots < column(end)
-        write(store, new[:, :, :width], slots, mask, page_table)
+            mask = (index >= 0 if is_ring else slots < column(end)).expand_as(slots)
+        if mask is not None and not torch.compiler.is_compiling():
+            rows, entries = mask.nonzero(as_tuple=True)
+            slots, mask = slots[rows, entries], None
+            new = new[tuple(t.to(store.device, non_blocking=True) for t in (rows, entries))]
+        rows, slots = (t.to(store.device, non_blocking=True) for t in (rows, slots))
+        size, heads = store.shape[2], torch.arange(store.shape[1], device=store.device)
+        if page_table is not None:
+            rows = page_table[rows, slots // size]
+        slot = rows[..., None], heads, (slots % size)[..., None]
+        if mask is not None:
+            new = torch.where(mask[..., None, None], new, store[slot])
+        store.index_put_(slot, new)
 
 
 def column(bound: Any) -> Any:
@@ -121,33 +139,6 @@ def take(t: Tensor, index: Tensor) -> Tensor:
     """Entries `index` [m] or [b m] of t [b h n d]: [b h m d]."""
     index = index.expand(len(t), -1)[:, None, :, None]
     return t.gather(2, index.expand(-1, t.shape[1], -1, t.shape[3]))
-
-
-def write(
-    store: Tensor, new: Tensor, slots: Tensor, mask: Tensor | None, page_table: Tensor | None
-) -> None:
-    """store[b, :, slots[b, i] % size] = new[b, :, i] where mask[b, i], in place; slots [n] or [b n]
-    are distinct. With a page table, slots of a sequence lie in its pages.
-
-    By `index_put_` on the storage itself: of all writes this one torch's compiler does in place. In
-    a graph masked slots get their old values; otherwise the mask is the host's, and they are left
-    out.
-    """
-    device, size = store.device, store.shape[2]
-    slots, new = slots.expand(len(new), -1), new.transpose(1, 2)
-    rows = torch.arange(len(new), device=slots.device)[:, None].expand_as(slots)
-    if mask is not None and not torch.compiler.is_compiling():
-        mask = mask.expand_as(slots)
-        entries = torch.arange(slots.shape[1], device=slots.device).expand_as(slots)[mask]
-        rows, slots, mask = rows[mask], slots[mask], None
-        new = new[rows.to(device, non_blocking=True), entries.to(device, non_blocking=True)]
-    rows, slots = (t.to(device, non_blocking=True) for t in (rows, slots))
-    if page_table is not None:
-        rows = page_table[rows, slots // size]
-    index = rows[..., None], torch.arange(store.shape[1], device=device), (slots % size)[..., None]
-    if mask is not None:
-        new = torch.where(mask[..., None, None], new, store[index])
-    store.index_put_(index, new)
 
 
 def kernels() -> Any:
