@@ -146,11 +146,6 @@ def make_rotary(
     return rotary_emb
 
 
-def supports_kernels(rotary: RotaryEmbedding | Rotary, backend: str) -> bool:
-    learned = rotary.freqs.requires_grad and torch.is_grad_enabled()
-    return backend == "triton" and not learned
-
-
 def rotate(
     rotary: RotaryEmbedding | Rotary | None, tensors: list[Tensor], start: int | Tensor = 0,
     positions: Tensor | None = None, backend: str = "eager", every: int = 1,
@@ -164,7 +159,7 @@ def rotate(
     like = tensors[0]
     freqs = exact_frequencies(rotary, like.device)
     freqs = freqs if every == 1 else freqs[::every].contiguous()
-    if supports_kernels(rotary, backend):
+    if backend == "triton" and not freqs.requires_grad:
         return run_kernel(tensors, freqs, start, positions, float(rotary.interpolate_factor))
     if positions is None:
         position = torch.arange(like.shape[2], device=like.device)

@@ -91,12 +91,6 @@ def nsa_rotary(q, k, q_out, k_out, angles, start, factor, T, H, K, F: tl.constex
         rotate_rows(k, k_out, b, angle, t, group - F.Q_GROUPS, T, K, F)
 
 
-def angle_arguments(freqs: Tensor, starts: Tensor | None, positions: Tensor | None) -> Angles:
-    starts = None if starts is None else starts.contiguous()
-    strides = (0, 0) if positions is None else positions.stride()
-    return Angles(freqs.contiguous(), starts, positions, *strides)
-
-
 @functools.lru_cache(maxsize=1024)
 def plan(
     B: int, T: int, H: int, K: int, D: int, tensors: int, rotated: int
@@ -125,7 +119,9 @@ def rotate(
 ) -> list[Tensor]:
     """Tensors [b h n d], rotated two per launch: see `ops.triton.elementwise`."""
     outs = [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in tensors]
-    angles = angle_arguments(freqs, starts, positions)
+    starts = None if starts is None else starts.contiguous()
+    strides = (0, 0) if positions is None else positions.stride()
+    angles = Angles(freqs.contiguous(), starts, positions, *strides)
     for i in range(0, len(tensors), 2):
         pair, pair_outs = tensors[i : i + 2], outs[i : i + 2]
         (B, H, T, D), K = pair[0].shape, pair[-1].shape[1]

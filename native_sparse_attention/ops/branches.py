@@ -19,9 +19,8 @@ from ..checks import BRANCHES
 from ..compat import is_exporting, sdpa
 from ..config import AttentionConfig
 from . import chunked, dispatch, reference
-from .call import Call
+from .call import Call, needs_gradient
 from .triton import backend as triton_backend
-from .triton.operator import needs_gradient
 
 # up to so many selected blocks, a call keeps a slot for each even if the sequence has fewer blocks
 MANY_BLOCKS = 64
@@ -47,6 +46,9 @@ def attend(
         if config.branches == ("selected",):
             return attend_one_softmax(call, config, backend, keep_slots)
         if config.branches == BRANCHES and backend == "triton":
+            if config.ranks and config.use_diff_topk:
+                indices, gates = rank(call, config, backend)
+                call = call.but(block_indices=indices, gates=gates, leader_indices=None)
             return triton_backend.native_sparse_attention(call, config)
     outs, block_indices = [], None
     for branch in config.branches:
@@ -69,10 +71,10 @@ def rank(call: Call, config: AttentionConfig, backend: str) -> tuple[Tensor, Ten
     if not config.ranks:
         return no_blocks(call, config, 0), None
     ranking = call.ranking_call(config)
-    if config.use_diff_topk:
-        block_indices = dispatch.MODULES[backend].select_blocks(ranking, config)
-        return block_indices, chunked.selection_gates(ranking, config, block_indices)
-    return dispatch.MODULES[backend].select_blocks(ranking, config), None
+    block_indices = dispatch.MODULES[backend].select_blocks(ranking, config)
+    if not config.use_diff_topk:
+        return block_indices, None
+    return block_indices, chunked.selection_gates(ranking, config, block_indices)
 
 
 def rankings_to_share(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..varlen import Documents
@@ -86,6 +87,12 @@ class Call(NamedTuple):
         starts, start = (offset, 0) if isinstance(offset, Tensor) else (None, offset)
         first, last = (None, None) if self.documents is None else self.documents
         return [*(getattr(self, name) for name in TENSORS), starts, first, last], start
+
+
+def needs_gradient(values: Sequence[Any]) -> bool:
+    """Whether autograd records a call with these values."""
+    tensors = (t for t in values if isinstance(t, Tensor))
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 FIELDS = Call._fields  # dynamo of torch 2.8 traces neither `self._fields` nor `_replace`

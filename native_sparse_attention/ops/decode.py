@@ -17,6 +17,7 @@ from ..checks import BRANCHES, check_bool, check_given, check_tensor
 from ..compat import refuse_transforms
 from ..config import AttentionConfig, config_of_key
 from . import branches, dispatch
+from .branches import no_blocks
 from .call import FIELDS, Call
 from .functional import axes_of, check_read, check_tensors, expand_heads
 from .triton.operator import operator
@@ -143,14 +144,9 @@ def decode_attention(
     if not return_block_indices:
         return run_decode_kernels(config, call)
     if config.ranks:
-        call = call.but(new_indices=new_indices(call, config))
+        call = call.but(new_indices=no_blocks(call, config, config.num_selected_blocks))
     out, indices = run_decode_kernels(config, call), call.new_indices
     return out, call.block_indices if indices is None else indices
-
-
-def new_indices(call: Call, config: AttentionConfig) -> Tensor:
-    """Block indices [B T R n] of a step, which writes those of real tokens; -1."""
-    return branches.no_blocks(call, config, config.num_selected_blocks)
 
 
 def check_step(call: Call, config: AttentionConfig) -> Call:

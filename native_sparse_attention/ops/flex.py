@@ -27,10 +27,9 @@ from ..masks.nsa import (
     selected_block_mask,
     sliding_block_mask,
 )
-from .call import Call
+from .call import Call, needs_gradient
 from .chunked import select_blocks as select_blocks
 from .reference import prepend_memory, upcast, visible_windows
-from .triton.operator import needs_gradient
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

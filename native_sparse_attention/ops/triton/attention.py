@@ -20,8 +20,8 @@ from torch import Tensor
 from ... import blocks
 from ...checks import BRANCHES
 from ...config import AttentionConfig, config_of_key
-from ..call import DIFFERENTIABLE, Call, unflatten
-from .operator import aligned, needs_gradient, operator, refuse_higher_derivatives, unit_stride
+from ..call import DIFFERENTIABLE, Call, needs_gradient, unflatten
+from .operator import aligned, operator, refuse_higher_derivatives, unit_stride
 
 BRANCH_GATES = DIFFERENTIABLE.index("branch_gates")
 

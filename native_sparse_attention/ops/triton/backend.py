@@ -15,10 +15,9 @@ from torch import Tensor
 from ... import blocks
 from ...checks import BRANCHES
 from ...config import AttentionConfig
-from ..call import Call
-from ..chunked import selection_gates
-from .attention import attention, select_blocks
-from .operator import needs_gradient
+from ..call import Call, needs_gradient
+from .attention import attention
+from .attention import select_blocks as select_blocks
 
 # looked up at import, since a compiled graph cannot look it up
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -122,11 +121,6 @@ def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor
     if call.window_k is not None or call.window_v is not None:
         window = call.branch("window", config.branches)
         call = call.but(window_k=window.k, window_v=window.v)
-    if config.ranks and config.use_diff_topk:
-        ranking = call.ranking_call(config)
-        indices = select_blocks(ranking, config)
-        gates = selection_gates(ranking, config, indices)
-        call = call.but(block_indices=indices, gates=gates, leader_indices=None)
     if config.branches == ("selected",) and config.ranks:  # ck and cq only rank
         call = call.but(ck=call.ck.detach(), cq=None if call.cq is None else call.cq.detach())
     out, _, block_indices = attention(call, config)

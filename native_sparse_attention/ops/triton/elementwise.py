@@ -7,19 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .operator import needs_gradient, operator, unit_stride
-
-
-def empty_heads(like: Tensor, n: int) -> Tensor:
-    """Allocate [b h n d] with memory order [b n h d]."""
-    b, h, _, d = like.shape
-    return like.new_empty(b, n, h, d).transpose(1, 2)
+from ..call import needs_gradient
+from .operator import operator, unit_stride
 
 
 @operator(
     "rotate(Tensor[] tensors, Tensor freqs, Tensor? starts, Tensor? positions, SymInt start, "
     "float factor) -> Tensor[]",
-    fake=lambda tensors, *_: [empty_heads(t, t.shape[2]) for t in tensors],
+    fake=lambda tensors, *_: [
+        t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in tensors
+    ],
 )
 def rotate_pairs(tensors, freqs, starts, positions, start, factor):
     """Rotate pairs of the first features of `tensors` [b h n d] by `position / factor * freqs`, in

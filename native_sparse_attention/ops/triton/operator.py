@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,12 +32,6 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
         return getattr(torch.ops.native_sparse_attention, name).default
 
     return register
-
-
-def needs_gradient(values: Sequence[Any]) -> bool:
-    """Whether autograd records a call with these values."""
-    tensors = (t for t in values if isinstance(t, Tensor))
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def refuse_higher_derivatives(name: str) -> None:
