@@ -41,27 +41,20 @@ class Documents(NamedTuple):
         return torch.arange(self.first.shape[1], device=self.first.device) - self.first
 
 
-def pick(x: Tensor, index: Tensor) -> Tensor:
-    """Gather entries `index` [b m] from x [b n ...]; zeros for -1."""
-    (b, n), m = x.shape[:2], index.shape[1]
-    if n == 0 or index.numel() == 0:
-        return x.new_zeros(b, m, *x.shape[2:])
-    row = torch.arange(b, device=x.device)[:, None] * n
-    picked = x.reshape(b * n, *x.shape[2:]).index_select(0, (index.clamp(min=0) + row).flatten())
-    hidden = (index < 0).reshape(b, m, *(1,) * (x.ndim - 2))
-    return picked.reshape(b, m, *x.shape[2:]).masked_fill(hidden, 0)
-
-
 class Move(torch.autograd.Function):
-    """`pick(x, target)`. Its gradient is `pick(grad, source)`: without sums it is deterministic."""
+    """Gather entries `target` [b m] from x [b n ...]; zeros for -1. The gradient gathers entries
+    `source` [b n]: without sums it is deterministic."""
 
     @staticmethod
-    def forward(x: Tensor, target: Tensor, source: Tensor) -> Tensor:
-        return pick(x, target)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
+    def forward(ctx: Any, x: Tensor, target: Tensor, source: Tensor) -> Tensor:
+        ctx.save_for_backward(target, source)
+        (b, n), m = x.shape[:2], target.shape[1]
+        if n == 0 or target.numel() == 0:
+            return x.new_zeros(b, m, *x.shape[2:])
+        index = target.clamp(min=0) + torch.arange(b, device=x.device)[:, None] * n
+        moved = x.reshape(b * n, *x.shape[2:]).index_select(0, index.flatten())
+        hidden = (target < 0).reshape(b, m, *(1,) * (x.ndim - 2))
+        return moved.reshape(b, m, *x.shape[2:]).masked_fill(hidden, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -468,8 +468,11 @@ def rank(call: Call, i: Tensor, config: AttentionConfig) -> Tensor:
     """Block indices [b t r n] of the top-n candidates, best first, -1 for an empty slot. The
     earlier block wins a tie."""
     with torch.no_grad():
-        if config.num_selected_groups:
-            values, candidate = scores_in_groups(call, i, config)
+        if config.num_selected_groups:  # by tokens, in the groups at `block_indices`
+            values, candidate = block_scores(call.but(ck=call.k), i, config.stages[1])
+            groups = rearrange(call.block_indices, "b t r n -> b r t n 1")
+            c = torch.arange(values.shape[-1], device=values.device)
+            candidate = candidate & (groups == c // blocks.GROUP).any(dim=-2)
         else:
             values, candidate = block_scores(call, i, config)
         masked = values.masked_fill(~candidate, float("-inf"))
@@ -477,14 +480,6 @@ def rank(call: Call, i: Tensor, config: AttentionConfig) -> Tensor:
         order = order[..., : config.num_selected_blocks]
         order = order.where(candidate.expand_as(masked).gather(-1, order), -1)
         return rearrange(order.to(torch.int32), "b r t n -> b t r n")
-
-
-def scores_in_groups(call: Call, i: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
-    """`block_scores` by tokens; candidates [b r t c] lie in the groups at `block_indices`."""
-    groups = rearrange(call.block_indices, "b t r n -> b r t n 1")
-    values, candidate = block_scores(call.but(ck=call.k), i, config.stages[1])
-    c = torch.arange(values.shape[-1], device=values.device)
-    return values, candidate & (groups == c // blocks.GROUP).any(dim=-2)
 
 
 def gate(call: Call, i: Tensor, config: AttentionConfig, block_indices: Tensor) -> Tensor:

@@ -157,19 +157,16 @@ def plan_forward(inputs: Inputs) -> Plan | None:
 
 
 def forward(
-    inputs: Inputs, partial: tuple[Tensor, Tensor] | None, sinks: Tensor | None,
+    inputs: Inputs, partial: tuple[Tensor, ...], sinks: Tensor | None,
     combined: Combine | None, plan: Plan | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [B T H E] and natural lse [B T H]. `partial` holds out and lse of the forced blocks and
-    sinks, if known; the forward accumulates into them. With `combined` also writes the layer's
-    output. The plan has run."""
+    sinks, if there are some; the forward accumulates into them. With `combined` also writes the
+    layer's output. The plan has run."""
     q, plan, has_topn = inputs.q, plan or Plan(), inputs.facts.F.n > 0
-    forced = forced_blocks(inputs) if partial is None else None
-    if forced is not None:
-        partial = flash.forward(forced, sinks)[:2]
     out, lse = partial or launch.empty_outputs(q, inputs.v)
-    is_begun = partial is not None or sinks is not None or not has_topn
-    if partial is None and is_begun:
+    is_begun = bool(partial) or sinks is not None or not has_topn
+    if not partial and is_begun:
         out.zero_()
         lse.fill_(float("-inf")) if sinks is None else lse.copy_(sinks)
     outputs = dict(out=out, lse=lse, combine=combined or Combine())

@@ -279,7 +279,7 @@ def forward_branches(
     plan = selected.plan_forward(inputs)
     # short programs that the selection waits for; they leave the tensor cores idle
     fork = is_concurrent or plan is not None
-    partial: Any = None
+    partial: Any = ()  # of the forced blocks
     with streams.forked(q.device, urgent=True, enabled=fork) as side:
         with side:
             if is_concurrent and rank is not None:
@@ -288,24 +288,21 @@ def forward_branches(
                 plan.run(selection)
         if is_concurrent and not is_single:
             out_cmp, lse_cmp = flash.forward(*compressed)
-        if is_single:
-            forced = selected.forced_blocks(inputs)
-            if forced is not None:
-                partial = flash.forward(forced, sink_of["selected"])[:2]
-        else:
+        if not is_single:
             window = inputs_of["window"]
-            forced = selected.forced_blocks_in_window(inputs, window)
-            out_win, lse_win, *inner_outputs = flash.forward(
-                window._replace(inner=forced and forced.kv_range), sink_of["window"],
+            in_window = selected.forced_blocks_in_window(inputs, window)
+            out_win, lse_win, *partial = flash.forward(
+                window._replace(inner=in_window and in_window.kv_range), sink_of["window"],
                 sink_of["selected"],
             )  # fmt: skip
-            partial = tuple(inner_outputs) or None
+        if not partial and (forced := selected.forced_blocks(inputs)) is not None:
+            partial = flash.forward(forced, sink_of["selected"])
     combined = None
     if not is_single and out is not None:
         gates = t.branch_gates
         combined = selected.Combine(out_cmp, out_win, gates, out, *gates.stride())
     sink = sink_of["selected"]
-    out_sel, lse_sel = selected.forward(inputs, partial, sink, combined, plan)
+    out_sel, lse_sel = selected.forward(inputs, tuple(partial), sink, combined, plan)
     if is_single:
         return [out_sel], [lse_sel], block_indices
     return [out_cmp, out_sel, out_win], [lse_cmp, lse_sel, lse_win], block_indices
