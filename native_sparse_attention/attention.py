@@ -90,8 +90,13 @@ class SparseAttention(Started):
         use_triton_kernel: the published package's spelling of `backend="triton"`.
 
     The other arguments are the settings of `NSAConfig`, which describes them.
+
+    Attributes:
+        dense: whether queries attend to all keys that they may see: with `branches=("selected",)`
+            it may be set at any time. The weights and a cache are the same.
     """
 
+    dense = False
     twins: tuple[str, ...] = ("k_compress", "v_compress")
     config: NSAConfig
     to_index: Any
@@ -159,7 +164,6 @@ class SparseAttention(Started):
         config = NSAConfig(**settings | ({"backend": "triton"} if use_triton_kernel else {}))
         self.config = config
         dim, dim_head, heads, kv_heads = config.dim, config.dim_head, config.heads, config.kv_heads
-        self._dense = False
         self.identity = Identity()
 
         self.norm = nn.RMSNorm(dim) if config.norm else nn.Identity()
@@ -246,20 +250,10 @@ class SparseAttention(Started):
             name, value = "config", changed(self, name, value)
         if name == "dense":  # a module would become a child of that name
             value = check_bool(name, value)
+            if value and self.config.branches != ("selected",):
+                got = f"got branches={self.config.branches}"
+                raise ValueError(f"dense goes with branches=('selected',) only, {got}")
         super().__setattr__(name, value)
-
-    @property
-    def dense(self) -> bool:
-        """Whether queries attend to all keys that they may see: with `branches=("selected",)` it
-        may be set at any time. The weights and a cache are the same."""
-        return self._dense
-
-    @dense.setter
-    def dense(self, value: bool) -> None:
-        if value and self.config.branches != ("selected",):
-            got = f"got branches={self.config.branches}"
-            raise ValueError(f"dense goes with branches=('selected',) only, {got}")
-        self._dense = value
 
     def reset_gate(self) -> None:
         """Restore the gate's initial weights, after a recipe has initialised every `nn.Linear`."""
@@ -368,7 +362,7 @@ class SparseAttention(Started):
                 return_block_indices=return_block_indices, **bounds,
             )  # fmt: skip
         capacity = (cache.max_length or 0) if cache is not None else 0
-        is_dense = self._dense or 0 < capacity <= config.dense_length
+        is_dense = self.dense or 0 < capacity <= config.dense_length
         if config.takes_blocks and block_indices is None and not is_dense:
             raise ValueError("block_indices must be given with importance='given', got None")
         is_given = block_indices is not None and not is_dense
@@ -439,7 +433,7 @@ class SparseAttention(Started):
         # queries that rank blocks; `raw`, the keys and values to compress
         raw: dict[str, Tensor] = {}
         l, d, is_indexed = config.compress_block_size, config.d, self.to_index is not None
-        ranks = not (self._dense or is_given) or is_cached or ranking_queries is not None
+        ranks = not (self.dense or is_given) or is_cached or ranking_queries is not None
         ranks = ranks or return_block_indices or "compressed" in config.branches
         ranks = config.compresses and (ranks or config.use_diff_topk)
         if ranks and is_indexed:  # the gradient of the index stops here
@@ -524,7 +518,7 @@ class SparseAttention(Started):
             if call.has_masks() or documents is not None or is_given:
                 # the layer and its cache made all other tensors
                 call = functional.checked(call, settings)
-            if not (self._dense or is_given):
+            if not (self.dense or is_given):
                 branches.warn_dense(call, config.for_functions)
             keep_slots = config.selection_stride > 1 or return_block_indices
             attend = branches.attend if self.context is None else self.context.attend
@@ -567,7 +561,7 @@ class SparseAttention(Started):
         """Whether the decode kernels support a call without gradients and flex masks: few tokens,
         none at a position where tokens attend to all keys."""
         config = self.config
-        if cache.batch is None or call.q.shape[1] > cache.rollback or self._dense:
+        if cache.batch is None or call.q.shape[1] > cache.rollback or self.dense:
             return False
         # in a compiled graph the device alone knows the lengths
         held = [cache.least_length] if torch.compiler.is_compiling() else cache.lengths
