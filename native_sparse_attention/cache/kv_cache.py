@@ -597,16 +597,11 @@ class KVCache:
     def ring(self, new: dict[str, Tensor], length: int) -> dict[str, Tensor]:
         """The ring buffers [b h length+rollback d] of the tails named in `new`, allocated for
         entries like `new` [b h n d] (any n), without writing to them."""
-        size = length + self.rollback
         for name, entries in new.items():
             check_entries(self._tail, {name: entries}, self.batch or len(entries), self.device)
             if name not in self._tail:
-                shape = (*entries.shape[:2], size, entries.shape[3])
+                shape = (*entries.shape[:2], length + self.rollback, entries.shape[3])
                 self._tail[name] = allocate_zeros(entries, *shape)
-            if (held := self._tail[name].shape[2]) != size:
-                raise ValueError(
-                    f"cache keeps the last {held} of {name}, not {size}: is it another layer's?"
-                )
         return {name: self._tail[name] for name in new}
 
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:

@@ -122,14 +122,9 @@ class PagedKVCache(KVCache):
         if odd:
             raise refusal("page_size", f"a multiple of every={every}", self.page_size)
         store = self._streams.get(name)
-        if store is None:
-            return allocate_zeros(like, self.num_pages, like.shape[1], slots, like.shape[3])
-        if store.shape[2] != slots:
-            raise ValueError(
-                f"cache holds {store.shape[2]} entries of {name} a page, not {slots}: is it "
-                "another layer's?"
-            )
-        return store
+        if store is not None:
+            return store
+        return allocate_zeros(like, self.num_pages, like.shape[1], slots, like.shape[3])
 
     def _read(self, store: Tensor, end: int | None) -> Tensor:
         """A gathered copy of the first entries. Past the end of a sequence pages may hold entries

@@ -248,9 +248,8 @@ def forward_branches(
     from ...kernels.selected import branch as selected
 
     q, k, v = t[:3]
-    sink_of = dict.fromkeys(config.branches)
-    if t.sinks is not None:
-        sink_of = dict(zip(config.branches, t.sinks, strict=True))
+    sinks = [None] * len(config.branches) if t.sinks is None else t.sinks
+    sink_of = dict(zip(config.branches, sinks, strict=True))
     inputs_of = {b: range_inputs(b, t, config) for b in config.branches if b != "selected"}
     if "selected" not in config.branches:
         (branch,) = config.branches
