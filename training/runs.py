@@ -45,8 +45,6 @@ from . import ranks
 from .errors import RunError, UserError, reason
 
 FORMAT = 2
-# fixed length of a record, so that a shorter file is a torn file
-RECORD = 1024
 CONFIG, BEST, LOCK, METRICS = "config.json", "best.safetensors", "lock", "metrics.jsonl"
 WEIGHTS, OPTIMIZER, INDEX = ".safetensors", ".optimizer", ".json"
 # settings that a resumed run may change: its length, and settings that do not affect the metrics
@@ -76,19 +74,15 @@ def checksum(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def seal(record: Mapping[str, Any]) -> str:
-    """The record with its own checksum, RECORD characters long."""
-    text = json.dumps({**record, "sha256": checksum(record)}, sort_keys=True)
-    return text.ljust(RECORD)
+def sealed(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with its own checksum, which `check_seal` verifies."""
+    return record | {"sha256": checksum(record)}
 
 
-def unseal(text: str) -> dict[str, Any]:
-    """The record that `seal` got; ValueError for a text that `seal` did not return."""
-    record = json.loads(text)
-    del record["sha256"]
-    if seal(record) != text:
+def check_seal(record: dict[str, Any]) -> None:
+    content = {name: value for name, value in record.items() if name != "sha256"}
+    if record != sealed(content):
         raise ValueError("its checksum is wrong")
-    return record
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
@@ -112,11 +106,11 @@ def pack(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) 
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """The contents of config.json, before `verify_config`.
+    """The contents of config.json, verified.
 
     Raises:
         FileNotFoundError: `run` holds no config.json.
-        RunError: the file cannot be read, or an older version of the script wrote it.
+        RunError: the file is not what was written, or an older version of the script wrote it.
     """
     path = run / CONFIG
     if not path.is_file():
@@ -135,16 +129,12 @@ def read_config(run: Path) -> dict[str, Any]:
             f"{path} was written by {age} version of train_enwik8.py (format {form}, expected "
             f"{FORMAT}): go on with that version, or train anew under another name"
         )
+    try:
+        check_seal(config)
+    except ValueError as error:
+        hint = "restore it, and give changes as options of --resume"
+        raise RunError(f"{path} is not what was written: {error}; {hint}") from None
     return config
-
-
-def verify_config(run: Path, config: Mapping[str, Any]) -> None:
-    record = {name: value for name, value in config.items() if name != "sha256"}
-    if config.get("sha256") != checksum(record):
-        raise RunError(
-            f"{run / CONFIG} is not what was written: its checksum is wrong; "
-            "restore it, and give changes as options of --resume"
-        )
 
 
 def identity(config: Mapping[str, Any]) -> str:
@@ -197,8 +187,9 @@ def read_checkpoint(run: Path, step: int, config: Mapping[str, Any]) -> Checkpoi
     """
     path = checkpoint_path(run, step, INDEX)
     try:
-        index = unseal(path.read_bytes().decode())
-    except (ValueError, KeyError, TypeError, RecursionError):
+        index = json.loads(path.read_bytes())
+        check_seal(index)
+    except (ValueError, AttributeError, RecursionError):
         raise RunError(f"{path} is damaged: its checksum is wrong") from None
     check_run(path, index, config)
     if index["step"] != step:
@@ -249,7 +240,8 @@ def load_best(run: Path, config: Mapping[str, Any], model: Transformer) -> bool:
     content = path.read_bytes()
     try:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        record = unseal(header["__metadata__"]["checkpoint"])
+        record = json.loads(header["__metadata__"]["checkpoint"])
+        check_seal(record)
         check_run(path, record, config)
         tensors = safetensors.torch.load(content)
         if fingerprint(tensors) != record["weights"]:
@@ -293,7 +285,6 @@ def load_model(
         raise ValueError(f"which must be 'best' or 'last', got {which!r}")
     run = Path(path)
     config = read_config(run)
-    verify_config(run, config)
     # the loaded weights replace the random ones, whatever the defaults are
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         model = Transformer(**model_arguments({**config["settings"], "backend": "auto"})).float()
@@ -423,8 +414,7 @@ def claim(run: Path) -> None:
 
 
 def write_config(run: Path, config: dict[str, Any]) -> dict[str, Any]:
-    config = {"format": FORMAT} | config
-    config["sha256"] = checksum(config)
+    config = sealed({"format": FORMAT} | config)
     write(run / CONFIG, json.dumps(config, indent=2).encode() + b"\n")
     return config
 
@@ -450,7 +440,7 @@ def save_best(run: Path, model: Transformer, step: int, config: dict[str, Any]) 
     if not ranks.is_first():
         return
     record = {"step": step, "config": identity(config), "weights": fingerprint(weights)}
-    write(run / BEST, pack(weights, {"checkpoint": seal(record)}))
+    write(run / BEST, pack(weights, {"checkpoint": json.dumps(sealed(record))}))
 
 
 def save_checkpoint(
@@ -472,8 +462,8 @@ def save_checkpoint(
         content = pack(tensors)
         write(checkpoint_path(run, step, kind), content)
         files[kind] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    index = seal({"step": step, "config": identity(config), "best": best, "files": files})
-    write(checkpoint_path(run, step, INDEX), index.encode())
+    index = sealed({"step": step, "config": identity(config), "best": best, "files": files})
+    write(checkpoint_path(run, step, INDEX), json.dumps(index).encode())
 
     for old in checkpoint_steps(run)[:-keep]:
         for kind in (INDEX, WEIGHTS, OPTIMIZER):

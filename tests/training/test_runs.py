@@ -308,9 +308,7 @@ def test_a_full_disk_names_the_file(folder, run, monkeypatch, call):
     )
     assert not list(run.glob("*.tmp"))
     monkeypatch.undo()
-    config = runs.read_config(run)
-    runs.verify_config(run, config)
-    assert runs.newest_checkpoint(run, config).step >= 8
+    assert runs.newest_checkpoint(run, runs.read_config(run)).step >= 8
     finished(resume(run))
 
 
