@@ -76,30 +76,28 @@ def convert(
     bias = check_factor("gate_bias", settings.pop("gate_bias", 12.0))
     share_ranking = settings.pop("share_ranking", None)
     base, kinds = decoder.base_model, getattr(decoder.config, "layer_types", None)
-    layers: list[tuple[int, Any]] = [
-        (index, layer)
+    layers: dict[int, Any] = {
+        index: layer
         for index, layer in enumerate(getattr(base, "layers", []))
         if kinds is None or kinds[index] == "full_attention"
-    ]
+    }
     rotary = getattr(base, "rotary_emb", None)
     if not layers or rotary is None:
         raise ValueError(f"model must have layers and rotary_emb, got a {type(base).__name__}")
     if is_meta():
         with torch.device("cpu"):  # frequencies with values
             rotary = type(rotary)(decoder.config)
-    # all of them, before the model changes
-    modules = [getattr(layer, "self_attn", layer) for _, layer in layers]
-    indices = [index for index, _ in layers]
-    sources = check_share_ranking(share_ranking, indices, len(base.layers))
-    converted = [
-        sparse_layer(module, rotary, config, settings | (GIVEN if takes else {}), bias)
-        for module, takes in zip(modules, (sources.get(i, i) != i for i in indices), strict=True)
-    ]
-    for (index, layer), module, attention in zip(layers, modules, converted, strict=True):
-        dropout, source = module.attention_dropout, sources.get(index)
-        layer.self_attn = NSAAttention(attention, index, dropout, source)
-        layer.self_attn.train(module.training)
-    saved = converted[0].config.values_of(*SETTINGS) | dict(gate_bias=bias)
+    sources = check_share_ranking(share_ranking, [*layers], len(base.layers))
+    converted = {}
+    for index, layer in layers.items():
+        module, source = getattr(layer, "self_attn", layer), sources.get(index)
+        ranking = {} if source in (None, index) else GIVEN
+        attention = sparse_layer(module, rotary, config, settings | ranking, bias)
+        wrapped = NSAAttention(attention, index, module.attention_dropout, source)
+        converted[index] = wrapped.train(module.training)
+    for index, wrapped in converted.items():  # the model changes once all layers are made
+        layers[index].self_attn = wrapped
+    saved = converted[min(converted)].attention.config.values_of(*SETTINGS) | dict(gate_bias=bias)
     saved |= dict(share_ranking=[int(i) for i in share_ranking]) if share_ranking else {}
     setattr(decoder.config, CONVERTED_KEY, saved)
     # of its file: ConvertedLoader loads it, and without this import transformers refuses "nsa"
