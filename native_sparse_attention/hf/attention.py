@@ -21,7 +21,7 @@ from ..blocks import GROUP
 from ..checks import IMPORTANCE_RULES, check_choice, check_share_ranking, refusal
 from ..compat import refuse_context_parallel, sdpa
 from ..compress import windows_of
-from ..config import GIVEN, AttentionConfig, NSAConfig
+from ..config import GIVEN, NSAConfig
 from ..ops import branches, decode, dispatch, reference
 from ..ops.call import Call
 from ..ops.reference import Visibility
@@ -36,7 +36,7 @@ from .configuration import (
     NAME,
     NAMES,
     REPLACED,
-    drop_in_settings,
+    drop_in_config,
     layer_config,
 )
 from .mask import NSAMask, check_call, check_layers, nsa_mask
@@ -105,16 +105,15 @@ def attention(
         S, L = k.shape[1], T
     elif isinstance(L, int) and S > L:  # a static cache is longer than its sequences
         k, v, S = k[:, :L], v[:, :L], L
-    settings = drop_in_settings(module.config)
-    ranking_layers = (getattr(module.config, KEY, None) or {}).get("share_ranking")
+    saved, config = getattr(module.config, KEY, None) or {}, drop_in_config(module.config)
+    backend, ranking_layers = saved.get("backend", "auto"), saved.get("share_ranking")
     if block_indices is not None:
         ranking_layers, R = None, block_indices.shape[1]
         num_heads = (k if k.shape[2] % R == 0 else q).shape[2]
         block_indices = block_indices.int().transpose(1, 2).repeat_interleave(num_heads // R, dim=2)
-        settings |= GIVEN_BLOCKS | dict(selection_block_size=module.indexer.block_size)
-    backend, dense_length = settings.pop("backend"), settings["dense_length"]
-    stride = AttentionConfig.unchecked(**settings).leader_stride
-    l, d = settings["compress_block_size"], settings["compress_block_sliding_stride"]
+        config = config.but(**GIVEN_BLOCKS, selection_block_size=module.indexer.block_size)
+    stride, dense_length = config.leader_stride, config.dense_length
+    l, d = config.compress_block_size, config.d
     if context is not None and T % (2 * stride):
         expected = f"a multiple of {2 * stride} tokens on each context-parallel rank"
         raise ValueError(f"input_ids must have {expected}, got {T}")
@@ -127,7 +126,7 @@ def attention(
     num_earlier = starts
     first = starts if isinstance(starts, int) else mask.least_position
     if mask.documents is not None:
-        unit = settings["selection_block_size"] * (GROUP if settings["num_selected_groups"] else 1)
+        unit = config.selection_block_size * (GROUP if config.num_selected_groups else 1)
         alignment = 1 if is_window else max(unit, d)
         layout = mask.share(NSAMask.layout, alignment)
         documents, starts, first = layout.documents, 0, 0
@@ -141,13 +140,12 @@ def attention(
 
     is_whole = isinstance(starts, int) and starts == 0
     if sliding_window is not None:
-        settings |= dict(branches=("window",), sliding_window_size=sliding_window - 1)
-    if stride > 1 and not (is_window or is_whole):
+        config = config.but(branches=("window",), sliding_window_size=sliding_window - 1)
+    elif stride > 1 and not is_whole:
         # tokens whose blocks cover all that they see may have come without a ranking
-        dense_length = settings["dense_length"] = AttentionConfig.unchecked(**settings).dense_limit
-    if is_window or first >= dense_length:
-        settings["dense_length"] = 0
-    config = AttentionConfig.unchecked(**settings, scale=scaling, soft_cap=softcap)
+        dense_length = config.dense_limit
+    limit = 0 if is_window or first >= dense_length else dense_length
+    config = config.but(dense_length=limit, scale=scaling, soft_cap=softcap)
     is_dense = not is_window and config.dense_limit >= S
     source = None
     if ranking_layers and not (is_window or is_dense):

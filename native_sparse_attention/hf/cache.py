@@ -23,7 +23,7 @@ from ..attention import SparseAttention
 from ..cache.kv_cache import KVCache, allocate_zeros, capacity_of
 from ..checks import check_int, refusal
 from ..compress import unfold, windows_of
-from .configuration import drop_in_settings
+from .configuration import drop_in_config
 from .mask import NSAMask
 
 # newest tokens whose block indices a `SparseLayer` keeps; a crop may remove all of them but one
@@ -59,8 +59,8 @@ def window_sizes(config: Any) -> tuple[int, int]:
     """Tokens of a window of the compressed keys, and from window to window, by `model.config`."""
     if not isinstance(config, PreTrainedConfig):
         raise refusal("config", "model.config", config)
-    settings = drop_in_settings(config.get_text_config(decoder=True))
-    return settings["compress_block_size"], settings["compress_block_sliding_stride"]
+    settings = drop_in_config(config.get_text_config(decoder=True))
+    return settings.compress_block_size, settings.d
 
 
 class SparseLayer(DynamicLayer):

@@ -77,11 +77,12 @@ def layer_config(
     return NSAConfig(**NO_SIZES | {**defaults, **values, **fixed})
 
 
-def drop_in_settings(config: Any) -> dict[str, Any]:
+def drop_in_config(config: Any) -> AttentionConfig:
     """The settings of layers under "nsa" that a model's configuration keeps, or defaults."""
     saved = getattr(config, KEY, None) or {}
     settings = {name: saved.get(name, value) for name, value in DEFAULTS.items()}
-    return settings | dict(branches=("selected",), causal=True)
+    del settings["backend"]  # which the functions of branches do not know
+    return AttentionConfig.unchecked(**settings, branches=("selected",), causal=True)
 
 
 # settings of a layer by their names in the configuration, and those that it has not: tile sizes

@@ -25,7 +25,7 @@ from ..presets import preset
 from ..rotary import Rotary
 from . import configuration
 from .attention import Model, check_model, use_sparse_attention
-from .configuration import CONVERTED_KEY, NAME, NSAModelConfig, drop_in_settings, layer_config
+from .configuration import CONVERTED_KEY, NAME, REPLACED, NSAModelConfig, layer_config
 from .modeling import NSAAttention
 
 # modules that `convert` can read; those with `qkv_proj` have one projection of q, k and v, those
@@ -338,6 +338,6 @@ def load_viewed(
         raise ValueError(f"{path} must hold all weights, got none of the size of {min(absent)}")
     if not is_native:  # settings and numbers as of the drop-in
         use_sparse_attention(model, settings)
-        share_ranking = model.config.nsa_config["share_ranking"]
-        convert(model, drop_in_settings(model.config), share_ranking=share_ranking)
+        kept = {n: v for n, v in model.config.nsa_config.items() if n != REPLACED}
+        convert(model, kept)
     return model.to(device), tokenizer

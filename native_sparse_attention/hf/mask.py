@@ -18,8 +18,7 @@ from transformers.utils import TransformersKwargs
 
 from .. import varlen
 from ..checks import INDEX_DTYPES, INTEGER_DTYPES, check_keywords, check_tensor, describe, refusal
-from ..config import AttentionConfig
-from .configuration import CONVERTED_KEY, KEY, NAME, drop_in_settings
+from .configuration import CONVERTED_KEY, KEY, NAME, drop_in_config
 
 HINT = "give attention_mask [B, S], or documents with use_cache=False and without this mask"
 # options of a forward that name documents
@@ -265,10 +264,7 @@ def nsa_mask(
         return NSAMask(S, window=local_size)
     if local_size is None:  # padding over a cache that is short enough for dense attention
         needs_sdpa = not is_whole and tokens is not None and is_drop_in
-        if needs_sdpa:
-            settings = drop_in_settings(config)
-            del settings["backend"]
-            needs_sdpa = AttentionConfig.unchecked(**settings).dense_limit >= S
+        needs_sdpa = needs_sdpa and drop_in_config(config).dense_limit >= S
     else:  # a window counts slots, padding between tokens too
         needs_sdpa = not is_whole
         if is_whole and tokens is not None and not tracing:
@@ -290,7 +286,7 @@ def nsa_mask(
     # one graph of a step serves all lengths, or the two sides of `dense_length`
     length, least_position = torch.as_tensor(q_offset, device=device) + T, 0
     if tokens is None and is_drop_in and not tracing:
-        dense_length: int = drop_in_settings(config)["dense_length"]
+        dense_length = drop_in_config(config).dense_length
         least_position = dense_length if int(q_offset) >= dense_length else 0
     tokens = None if tokens is None else tokens & (key < length)
     return NSAMask(length, tokens, window=local_size, least_position=least_position)
