@@ -84,7 +84,7 @@ def convert(
     rotary = getattr(base, "rotary_emb", None)
     if not layers or rotary is None:
         raise ValueError(f"model must have layers and rotary_emb, got a {type(base).__name__}")
-    if is_meta():
+    if torch.get_default_device().type == "meta":  # within `from_pretrained`
         with torch.device("cpu"):  # frequencies with values
             rotary = type(rotary)(decoder.config)
     sources = check_share_ranking(share_ranking, [*layers], len(base.layers))
@@ -105,11 +105,6 @@ def convert(
     decoder.config.attn_implementation = NAME
     decoder.set_attn_implementation(NAME)
     return model
-
-
-def is_meta() -> bool:
-    """Whether models are made without weights, as within `from_pretrained`."""
-    return bool(torch.get_default_device().type == "meta")
 
 
 def sparse_layer(
@@ -133,7 +128,7 @@ def sparse_layer(
     inputs = ["qkv_proj"] if hasattr(module, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
     out = module.dense if hasattr(module, "dense") else module.o_proj
     linears = [getattr(module, n) for n in inputs]
-    problem = None
+    problem, is_loading = None, torch.get_default_device().type == "meta"
     if getattr(module, "qk_layernorm", False):
         problem = "RMSNorm of queries and keys or none, got one with LayerNorm (qk_layernorm)"
     elif rope_type in ("dynamic", "longrope"):
@@ -143,7 +138,7 @@ def sparse_layer(
     elif any(
         type(linear) is not nn.Linear
         or not linear.weight.is_floating_point()
-        or (linear.weight.is_meta and not is_meta())  # offloaded
+        or (linear.weight.is_meta and not is_loading)  # offloaded
         or hasattr(linear.weight, "device_mesh")
         for linear in (*linears, out)
     ):
