@@ -1,14 +1,7 @@
-"""Training recipes: dense layers, and steps of the ranking alone.
+"""Training recipes: dense layers, and steps of the ranking alone. docs/training.md uses them.
 
 A learned ranking (`importance="index"`) begins to be useful once it has learned from attention that
 already works.
-
-    set_dense(model, True)
-    with ranking_alone(model) as parameters:  # the model is as it was, its ranking learns
-        _, ranking_loss = model(ids, return_loss=True, ranking_queries=64)
-        ranking_loss.backward()
-        ...
-    set_dense(model, False)
 """
 
 from __future__ import annotations
