@@ -135,7 +135,7 @@ try:
     )
     from training.sample import generate, sample
     from training.settings import new_settings, resume_settings
-    from training.view import check_view, write_view
+    from training.view import write_view
 except ModuleNotFoundError as error:
     needed = str(error.name).partition(".")[0]
     print(f"train_enwik8.py needs {needed}: pip install -e '.[train]'", file=sys.stderr)
@@ -185,7 +185,9 @@ def train(given: Namespace, held: ExitStack, progress: dict[str, int]) -> int:
             check_name(given.out_dir, given.name)
         cfg = new_settings(given, SETTINGS)
     ranks.check_same(given, cfg)
-    writer, views = tensorboard() if "tensorboard" in given else None, check_view(given, cfg)
+    writer, views = tensorboard() if "tensorboard" in given else None, "view" in given
+    if views and cfg.attention == "dense":
+        raise UserError("--view goes with sparse attention: dense attention reads all tokens")
     torch.set_num_threads(cfg.threads)
     torch.set_float32_matmul_precision("high")
 

@@ -17,18 +17,10 @@ from native_sparse_attention.view import __main__ as viewer
 from native_sparse_attention.view import byte_texts, page
 
 from .data import encoded
-from .errors import UserError
 from .forward import autocast
 from .runs import checkpoint_path, load_model, read_config, write
 
 PROGRAM = "python -m training.view"
-
-
-def check_view(args: Namespace, cfg: Namespace) -> bool:
-    """Whether pages are asked for."""
-    if "view" in args and cfg.attention == "dense":
-        raise UserError("--view goes with sparse attention: dense attention reads all tokens")
-    return "view" in args
 
 
 def write_view(run: Path, model: Transformer, cfg: Namespace, data: np.ndarray, step: int) -> None:
