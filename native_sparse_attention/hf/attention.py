@@ -49,9 +49,6 @@ GIVEN_BLOCKS: dict[str, Any] = GIVEN | dict(
     compress_block_size=1, compress_block_sliding_stride=1,
 )  # fmt: skip
 
-# sizes of an `NSAConfig` by their names in a model's configuration
-SHAPE = {name: NAMES[name] for name in ("dim", "dim_head", "heads", "kv_heads")}
-
 
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: NSAMask | None = None,
@@ -245,8 +242,8 @@ def use_sparse_attention(
         settings.pop(REPLACED, None)  # of another model's configuration
     shared = settings.pop("share_ranking", None)
     if isinstance(user, NSAConfig):
-        for name, attribute in SHAPE.items():
-            size = getattr(decoder.config, attribute, None)
+        for name in ("dim", "dim_head", "heads", "kv_heads"):
+            size = getattr(decoder.config, NAMES[name], None)
             if size is not None and getattr(user, name) != size:
                 raise refusal(name, f"{size}, which the model decides", getattr(user, name))
     layer = layer_config(user, settings, DEFAULTS, FIXED)

@@ -47,9 +47,8 @@ FIXED: dict[str, Any] = dict(
 DEFAULTS = {
     name: value
     for name, value in (USUAL | preset(RECOMMENDED)).items()
-    if name == "backend" or (hasattr(AttentionConfig, name) and name not in FIXED)
+    if name in {*AttentionConfig.__annotations__, "backend"} - {*FIXED, "sliding_window_size"}
 }
-del DEFAULTS["sliding_window_size"]
 
 
 def layer_config(
