@@ -238,9 +238,8 @@ def train(given: Namespace, held: ExitStack, progress: dict[str, int]) -> int:
 
     # the loop
     look: dict[str, Any] = {"total": cfg.steps, "initial": start, "bar_format": BAR}
-    quiet = 0.1 if sys.stderr.isatty() else 10.0
-    look |= dict(disable=not ranks.is_first())
-    with tqdm(dynamic_ncols=True, mininterval=quiet, **look) as bar:
+    look |= dict(mininterval=0.1 if sys.stderr.isatty() else 10.0, disable=not ranks.is_first())
+    with tqdm(dynamic_ncols=True, **look) as bar:
         clock, tokens, valid = time.monotonic(), 0, best
         for step in range(start + 1, cfg.steps + 1):
             progress["step"], last = step, step == cfg.steps
