@@ -405,7 +405,7 @@ class TensorParallelAttention(SparseAttention):
         (local,), mesh = self.local, self.mesh
         if self.whole is not self.config:
             self.whole, local.config = self.config, split_config(self.config, mesh.size())
-        for name in ("_dense", "context", "identity"):
+        for name in ("dense", "context", "identity"):
             if getattr(local, name) is not getattr(self, name):
                 setattr(local, name, getattr(self, name))
         tensors = {name: self.local_weight(name, p) for name, p in self.named_parameters()}
