@@ -210,40 +210,20 @@ def download(version: str) -> Path:
     return target
 
 
-@contextmanager
-def isolated(folder: Path | None) -> Iterator[None]:
-    """Both versions go by one name: import here, and leave no trace of it in sys.modules."""
-
-    def entries() -> dict[str, ModuleType]:
-        return {n: m for n, m in sys.modules.items() if n.split(".")[0] == PACKAGE}
-
-    def purge() -> None:
-        for name in entries():
-            del sys.modules[name]
-
-    saved, path = entries(), list(sys.path)
-    purge()
-    if folder is not None:
-        sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        purge()
-        sys.modules.update(saved)
-        sys.path[:] = path
-
-
 def load(version: str) -> ModuleType:
+    """Both versions go by one name, of which nothing is left in sys.modules."""
     try:
         is_installed = importlib.metadata.version(DISTRIBUTION) == version
     except importlib.metadata.PackageNotFoundError:
         is_installed = False
-    folder = None if is_installed else download(version)
-    with isolated(folder):
-        module = importlib.import_module(PACKAGE)
-        for name in SUBMODULES:
-            importlib.import_module(f"{PACKAGE}.{name}")
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_installed:
+            patch.syspath_prepend(str(download(version)))
+        for name in ("", *SUBMODULES):
+            importlib.import_module(f"{PACKAGE}.{name}".removesuffix("."))
+    module = sys.modules[PACKAGE]
+    for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:
+        del sys.modules[name]
     return module
 
 

@@ -75,22 +75,6 @@ def test_layer(published, case, version, length):
     torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow(one_of=3)
-@pytest.mark.parametrize("case", ["overlap", "no overlap", "paper", "mha", "memory"])
-def test_decoding(published, case):
-    """A prompt, then token by token; the published cache is sane once it holds a window."""
-    theirs, ours = layers(published, case, "0.2.3")
-    x = torch.randn(2, 45, DIM)
-    caches = [None, None]
-    with torch.no_grad():
-        for start, end in [(0, 17), *((t, t + 1) for t in range(17, 45))]:
-            outs = []
-            for index, layer in enumerate((theirs, ours)):
-                out, caches[index] = layer(x[:, start:end], cache=caches[index], return_cache=True)
-                outs.append(out)
-            torch.testing.assert_close(outs[1], outs[0], atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.filterwarnings("ignore:sparse_attn_kwargs are not used")
 def test_transformer(published):
     """Names and values of a whole model, sparse and dense."""
