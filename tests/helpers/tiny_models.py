@@ -145,18 +145,15 @@ def without_padding(out, mask):
     return [row[keep.bool()][None] for row, keep in zip(out, mask)]
 
 
-@torch.no_grad()
-def step_by_step(model, ids, first, cache, attention_mask=None, position_ids=None):
-    """Logits of a prefill of some tokens, and of one token at a time over a cache."""
-    bounds = [0, *range(first, ids.shape[1] + 1)]
-    found = []
+def call_in_pieces(model, batch, cache, *bounds):
+    """Logits of token ids, or of a batch, piece by piece over a cache."""
+    batch, outs = dict(input_ids=batch) if isinstance(batch, torch.Tensor) else batch, []
     for start, stop in itertools.pairwise(bounds):
-        given = {CACHE: cache}
-        if attention_mask is not None:
-            given |= dict(attention_mask=attention_mask[:, :stop])
-            given |= dict(position_ids=position_ids[:, start:stop])
-        found.append(model(ids[:, start:stop], **given).logits)
-    return torch.cat(found, dim=1)
+        piece = {name: t[:, start:stop] for name, t in batch.items()}
+        if "attention_mask" in batch:
+            piece["attention_mask"] = batch["attention_mask"][:, :stop]
+        outs.append(call(model, piece.pop("input_ids"), cache, **piece))
+    return torch.cat(outs, dim=1)
 
 
 def packed(texts):

@@ -19,6 +19,7 @@ from tests.helpers.tiny_models import (
     FORMS,
     SPARSE,
     call,
+    call_in_pieces,
     close,
     dynamic,
     native,
@@ -36,11 +37,8 @@ def sparse(l, d, **config):
 
 def steps(model, ids, cache, first, chunk=1):
     """Logits of tokens from `first` on, so many at a time."""
-    outs = []
-    for i in range(first, ids.shape[1], chunk):
-        positions = torch.arange(i, i + chunk).expand(len(ids), -1)
-        outs.append(call(model, ids[:, i : i + chunk], cache, position_ids=positions))
-    return torch.cat(outs, dim=1)
+    batch = dict(input_ids=ids, position_ids=torch.arange(ids.shape[1]).expand_as(ids))
+    return call_in_pieces(model, batch, cache, *range(first, ids.shape[1] + 1, chunk))
 
 
 # of the drop-in

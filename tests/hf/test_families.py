@@ -12,6 +12,7 @@ from tests.helpers.tiny_models import (
     FAMILIES,
     SPARSE,
     WHOLE,
+    call_in_pieces,
     check_rows,
     close,
     dynamic,
@@ -19,7 +20,6 @@ from tests.helpers.tiny_models import (
     padded,
     prompts,
     static,
-    step_by_step,
     tiny,
 )
 
@@ -128,13 +128,12 @@ def test_kernels_give_what_eager_gives(monkeypatch):
         return run_decode_kernels(config, call)
 
     monkeypatch.setattr(attention.decode, "run_decode_kernels", decode)
-    close(step_by_step(model, texts[1], 19, dynamic(model)), alone[1])
-    batch = padded(texts, left=True)
-    out = step_by_step(model, batch.pop("input_ids"), 19, static(model), **batch)
-    check_rows(out, batch, alone)
-    cache = static(model)  # all rows of one length: their starts are one number
-    pair = texts[1].repeat(2, 1)
-    close(step_by_step(model, pair, 19, cache), alone[1].repeat(2, 1, 1))
+    batch, pair = padded(texts, left=True), texts[1].repeat(2, 1)
+    close(call_in_pieces(model, texts[1], dynamic(model), 0, 19, 20), alone[1])
+    check_rows(call_in_pieces(model, batch, static(model), 0, 19, 20), batch, alone)
+    # all rows of one length: their starts are one number
+    out = call_in_pieces(model, pair, static(model), 0, 19, 20)
+    close(out, alone[1].repeat(2, 1, 1))
     assert steps == [1, 1, 1]
 
 

@@ -61,10 +61,8 @@ def test_caches(backend):
     # one offset for all rows
     static = {} if backend == "flex" else dict(cache_implementation="static")
     assert sparse.generate(ids, **given, **static).equal(expected)
-    outs, cache = [], models.dynamic(sparse)
-    for start, stop in ((0, 11), (11, 14), (14, 23)):
-        outs.append(models.call(sparse, expected[:, start:stop], cache))
-    models.close(torch.cat(outs, dim=1), model(expected).logits)
+    out = models.call_in_pieces(sparse, expected, models.dynamic(sparse), 0, 11, 14, 23)
+    models.close(out, model(expected).logits)
 
 
 def test_gradients():

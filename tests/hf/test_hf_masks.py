@@ -15,6 +15,7 @@ from tests.helpers.tiny_models import (
     CACHE,
     SPARSE,
     call,
+    call_in_pieces,
     close,
     dynamic,
     native,
@@ -53,11 +54,8 @@ def test_windows_count_padding_between_tokens():
     expected = model(ids, **given, use_cache=False).logits[:, real]
     use_sparse_attention(model)
     close(model(ids, **given, use_cache=False).logits[:, real], expected)
-    cache, outs = dynamic(model), []
-    for part in (slice(0, 14), slice(14, 40)):
-        seen = dict(attention_mask=mask[:, : part.stop], position_ids=positions[:, part])
-        outs.append(call(model, ids[:, part], cache, **seen))
-    close(torch.cat(outs, dim=1)[:, real], expected)
+    out = call_in_pieces(model, dict(input_ids=ids, **given), dynamic(model), 0, 14, 40)
+    close(out[:, real], expected)
 
 
 BOUNDS = torch.tensor([0, 13, 31])

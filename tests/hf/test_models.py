@@ -19,7 +19,7 @@ from tests.helpers.tiny_models import (
     CACHE,
     FORMS,
     SPARSE,
-    call,
+    call_in_pieces,
     check_rows,
     checkpoint,
     close,
@@ -30,7 +30,6 @@ from tests.helpers.tiny_models import (
     padded,
     prompts,
     static,
-    step_by_step,
     tiny,
 )
 
@@ -125,16 +124,11 @@ def test_steps_and_chunks_over_caches_are_one_forward(name):
     for index in range(len(caches_of(name, model))):
         for first, length in ((22, 28), (30, 33)):  # `dense_length` lies between steps, or before
             cache = caches_of(name, model)[index]
-            out = step_by_step(model, texts[1][:, :length], first, cache)
+            out = call_in_pieces(model, texts[1], cache, 0, *range(first, length + 1))
             close(out, alone[1][:, :length])
         for left in (True, False):  # padding among the new tokens of a chunk too
-            batch, outs = padded(texts, left), []
-            cache = caches_of(name, model)[index]
-            for start, stop in ((0, 5), (5, 22), (22, 31), (31, 35), (35, 36)):
-                part = {key: t[:, start:stop] for key, t in batch.items()}
-                part |= {"attention_mask": batch["attention_mask"][:, :stop]}
-                outs.append(call(model, part.pop("input_ids"), cache, **part))
-            check_rows(torch.cat(outs, dim=1), batch, alone)
+            batch, cache = padded(texts, left), caches_of(name, model)[index]
+            check_rows(call_in_pieces(model, batch, cache, 0, 5, 22, 31, 35, 36), batch, alone)
 
 
 @pytest.mark.slow(one_of=4)

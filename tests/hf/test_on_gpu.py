@@ -4,16 +4,17 @@ import copy
 
 import pytest
 import torch
-import transformers
 
 from native_sparse_attention.hf import convert, use_sparse_attention
 from tests.helpers.tiny_models import (
     FORMS,
+    call_in_pieces,
     close,
+    dynamic,
     native,
     padded,
     prompts,
-    step_by_step,
+    static,
     tiny,
     without_padding,
 )
@@ -43,15 +44,11 @@ def test_kernels_give_what_the_cpu_gives(family, settings):
     alone = [model(text).logits for text in texts]
     model = model.cuda()
     batch = on_gpu(padded(texts, left=True))
-    ids, mask = batch.pop("input_ids"), batch["attention_mask"]
-    for cache in (
-        transformers.DynamicCache(config=model.config),
-        transformers.StaticCache(config=model.config, max_cache_len=448),
-    ):
-        out = step_by_step(model, ids, 390, cache, **batch).cpu()
-        for one, expected in zip(without_padding(out, mask.cpu()), alone):
+    for cache in (dynamic(model), static(model, 448)):
+        out = call_in_pieces(model, batch, cache, 0, *range(390, 401))
+        for one, expected in zip(without_padding(out, batch["attention_mask"]), alone):
             # near-ties of the ranking may fall either way
-            assert ((one - expected).abs() > 1e-3).double().mean() < 0.02
+            assert ((one.cpu() - expected).abs() > 1e-3).double().mean() < 0.02
 
 
 def test_training_in_half_precision():

@@ -1,7 +1,6 @@
 """Rankings that tokens share (`selection_stride`, two stages) over a `SparseCache`."""
 
 import copy
-from itertools import pairwise
 
 import pytest
 import torch
@@ -27,15 +26,6 @@ FORMS = dict(
 )
 
 
-def pieces(model, batch, cache, *bounds):
-    outs = []
-    for start, stop in pairwise(bounds):
-        part = {name: t[:, start:stop] for name, t in batch.items()}
-        part["attention_mask"] = batch["attention_mask"][:, :stop]
-        outs.append(models.call(model, part.pop("input_ids"), cache, **part))
-    return torch.cat(outs, dim=1)
-
-
 @pytest.mark.parametrize(
     "form, left",
     [(form, left) for form in FORMS for left in (True, False)]
@@ -51,6 +41,7 @@ def test_pieces_are_one_forward(form, left, monkeypatch):
     model = models.tiny(num_hidden_layers=2 - has_kernels)
     hf.use_sparse_attention(model, **models.SPARSE | dict(selection_stride=4) | settings)
     batch, cache = models.padded(models.prompts(30, 42), left), hf.SparseCache(model.config)
+    pieces = models.call_in_pieces
     others = batch | dict(input_ids=batch["input_ids"].flip(0, 1))
     expected = model(**batch, use_cache=False).logits
     with torch.set_grad_enabled(form == "tokens"):
