@@ -9,6 +9,7 @@ from torch.func import jacrev, jvp, vmap
 import native_sparse_attention as nsa
 from native_sparse_attention.masks import tanh_approx
 from native_sparse_attention.ops import chunked
+from tests.dense.test_dense import FORMS
 from tests.helpers.budget import DEVICE
 from tests.helpers.layers import normal
 
@@ -56,23 +57,11 @@ SECOND = {
     ),
 }  # fmt: skip
 DENSE = {
-    "chunked": (
-        lambda q: nsa.chunked_attention(q, KEYS, V, q_chunk_size=5, k_chunk_size=7, causal=True), Q
-    ),
+    "chunked": (lambda q: FORMS["chunked"](q, KEYS, V, causal=True)[0], Q),
     "block masked": (
-        lambda k: nsa.block_masked_attention(
-            Q.view(1, 1, 2, 12, 4), k.view(1, 1, 12, 4), V.view(1, 1, 12, 4),
-            nsa.SegmentIds(SEGMENTS, SEGMENTS), 4, 4, torch.ones(12, 12).tril(), -1e30, 3.0,
-        ),
-        KEYS,
+        lambda k: FORMS["block masked"](Q, k, V, True, (SEGMENTS, SEGMENTS), cap=3.0)[0], KEYS
     ),
-    "mha": (
-        lambda q: nsa.mha_reference(
-            q.transpose(1, 2), KEYS.expand(-1, -1, 2, -1).transpose(1, 2), V.expand(-1, -1, 2, -1)
-            .transpose(1, 2), segment_ids=SEGMENTS, causal=True,
-        ),
-        Q,
-    ),
+    "mha": (lambda q: FORMS["mha"](q, KEYS, V, True, SEGMENTS)[0], Q),
 }  # fmt: skip
 
 

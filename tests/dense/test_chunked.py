@@ -84,37 +84,15 @@ def test_mask_mods_and_masks_of_every_kind_together():
     assert_same(actual, dense(*leaves, seen, scale=1.5, soft_cap=2.0), leaves)
 
 
-# memory, and a GPU
-
-
-def step(T, device="cpu", **kwargs):
-    leaves = draw(1, T, T, 2, 1, 8, 8, torch.float32, device)
+def step(T, **kwargs):
+    leaves = draw(1, T, T, 2, 1, 8, 8, torch.float32)
     return lambda: chunked_attention(*leaves, causal=True, **kwargs).sum().backward()
 
 
-def test_memory_is_linear_on_the_cpu():
+def test_memory_is_linear():
     sizes = dict(q_chunk_size=64, k_chunk_size=64)
     peaks = [memory.peak(step(T, **sizes)) for T in (256, 1024)]
     assert peaks[1] < 5 * peaks[0], peaks
     # one chunk is a dense softmax: the measure notices
     dense_peaks = [memory.peak(step(T, q_chunk_size=T, k_chunk_size=T)) for T in (512, 2048)]
     assert dense_peaks[1] > 12 * dense_peaks[0], dense_peaks
-
-
-@pytest.mark.gpu
-def test_memory_is_linear_on_a_gpu():
-    step(64, "cuda")()
-    peaks = [memory.cuda_peak(step(T, "cuda")) for T in (16384, 65536)]
-    assert peaks[1] < 5 * peaks[0], peaks
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_within_budget_on_a_gpu(dtype):
-    leaves = draw(2, 777, 777, 4, 2, 64, 64, dtype, "cuda")
-    exact, _ = dense(*(t.detach().double().cpu() for t in leaves), causal_mask(777, 777))
-    low, _ = dense(*(t.detach() for t in leaves), causal_mask(777, 777))
-    out = chunked_attention(*leaves, causal=True, q_chunk_size=128, k_chunk_size=256)
-    budget = 2 * (low.double().cpu() - exact).abs().max()
-    budget += torch.finfo(dtype).eps * exact.abs().max()
-    assert (out.double().cpu() - exact).abs().max() <= budget

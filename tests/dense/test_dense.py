@@ -17,9 +17,9 @@ CHUNKS = dict(q_chunk_size=4, k_chunk_size=8)
 INF = math.inf
 
 
-def draw(B, T, S, H, K, D, E, dtype=torch.float64, device="cpu"):
+def draw(B, T, S, H, K, D, E, dtype=torch.float64):
     shapes = (B, T, H, D), (B, S, K, D), (B, S, K, E)
-    made = [torch.randn(shape, dtype=torch.float32, device=device).to(dtype) for shape in shapes]
+    made = [torch.randn(shape).to(dtype) for shape in shapes]
     return [t.requires_grad_() for t in made]
 
 

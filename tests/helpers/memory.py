@@ -17,14 +17,6 @@ def peak(step):
     return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
-def cuda_peak(step):
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    return torch.cuda.max_memory_allocated() - before
-
-
 @contextmanager
 def poisoned():
     """Tensors that nothing was written to hold NaN, those of integers the largest."""

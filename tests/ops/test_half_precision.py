@@ -11,6 +11,7 @@ import native_sparse_attention as nsa
 from native_sparse_attention.compress import AttentionPool, WindowAttention
 from native_sparse_attention.masks import causal, dense_attention, jagged_attention
 from native_sparse_attention.ops import chunked
+from tests.dense.test_dense import FORMS
 
 T, D = 48, 64
 
@@ -26,26 +27,18 @@ def nested(q, k, v):
     return jagged_attention(q, k, v, causal).values()[None]
 
 
+def dense_form(name):
+    return lambda q, k, v: FORMS[name](q, k, v, causal=True, scale=D**-0.5)[0]
+
+
 # causal attention to everything, by all that can compute it
-CAUSAL = dict(causal=True, softmax_scale=D**-0.5)
-CALLS = {
+CALLS = {name: dense_form(name) for name in FORMS} | {
     "window": functools.partial(
         nsa.sliding_window_attention, sliding_window_size=T, backend="eager"
     ),
     "selected": lambda q, k, v: nsa.selected_attention(
         q, k, v, torch.zeros(1, T, 2, 1).int(), selection_block_size=T, backend="eager"
     ),
-    "chunked": functools.partial(
-        nsa.chunked_attention, causal=True, q_chunk_size=10, k_chunk_size=20
-    ),
-    # it scales nothing; the scale is a power of two
-    "block masked": swapped(
-        lambda q, k, v: nsa.block_masked_attention(
-            q[:, :, None] * D**-0.5, k, v, None, 16, 16, torch.ones(T, T).tril(), float("-inf")
-        )[:, :, 0]
-    ),
-    "mha": swapped(functools.partial(nsa.mha_reference, **CAUSAL)),
-    "mha by autograd": swapped(functools.partial(nsa.mha_reference_no_custom_vjp, **CAUSAL)),
     "dense": swapped(functools.partial(dense_attention, mask_mod=causal)),
     "jagged": nested,
 }
