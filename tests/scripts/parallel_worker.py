@@ -1,9 +1,11 @@
 """Run by torchrun: a model distributed over a mesh learns as on one process."""
 
+import importlib.util
 import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import context_parallel_worker
@@ -103,16 +105,23 @@ def check_weights(model, expected) -> None:
         torch.testing.assert_close(whole(q), whole(p), msg=lambda m, n=name: f"{n}: {m}")
 
 
+def check_model(
+    name: str, make: Callable[[], torch.nn.Module], sizes: dict[str, int], call=None, **options
+) -> None:
+    """A model learns over a mesh as on one process."""
+    plain, model, call = make(), make(), call or {}
+    expected = steps(plain, make_optimizer(plain), *batch(), **call)
+    rows = distribute(model, sizes, **options)
+    found = steps(model, make_optimizer(model), *rows, **call)
+    torch.testing.assert_close(found, expected, msg=lambda m: f"{name} {sizes}: {m}")
+    check_weights(model, plain)
+    print(f"{' x '.join(sizes)}{name} equals one process", flush=True)
+
+
 def check(
     sizes: dict[str, int], settings: dict, model_options=None, call=None, **options
 ) -> None:  # fmt: skip
-    plain, model = (build(settings, **(model_options or {})) for _ in range(2))
-    call = call or {}
-    expected = steps(plain, make_optimizer(plain), *batch(), **call)
-    rows = distribute(model, sizes, **options)
-    torch.testing.assert_close(steps(model, make_optimizer(model), *rows, **call), expected)
-    check_weights(model, plain)
-    print(f"{' x '.join(sizes)} equals one process", flush=True)
+    check_model("", lambda: build(settings, **(model_options or {})), sizes, call, **options)
 
 
 def check_wrapped() -> None:
@@ -329,13 +338,17 @@ if __name__ == "__main__":
         check_deferred()
         check_torchs_context_parallel()
         check_refused(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
-    else:
-        for sizes in (dict(dp=2, tp=2), dict(cp=2, tp=2), dict(dp=2, cp=2)):
-            check(sizes, SHORT | EXTRAS)
-        check(dict(cp=2, tp=2), PAPER, dict(depth=1), packed)
         # DTensor of torch 2.8 does not compile with dynamic shapes
         compiled = dict(compile=dict(backend="eager", dynamic=False))
-        check(dict(cp=2, tp=2), ONE_SOFTMAX, dict(depth=1), **compiled)
+        check(dict(cp=2, tp=1), ONE_SOFTMAX, dict(depth=1), **compiled)
+        if importlib.util.find_spec("transformers"):
+            import pretrained_worker
+
+            pretrained_worker.check_models(sys.argv[1])
+    else:
+        for sizes in (dict(dp=2, tp=2), dict(cp=2, tp=2), dict(dp=2, cp=2)):
+            check(sizes, SHORT | EXTRAS, dict(depth=1))
+        check(dict(cp=2, tp=2), PAPER, dict(depth=1), packed)
     check_layers(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))["cp"])
     print("shards equal whole sequences", flush=True)
     dist.barrier()

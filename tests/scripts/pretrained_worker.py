@@ -1,23 +1,13 @@
-"""Run by torchrun: distributed models of transformers learn as on one process."""
-
-import os
-import sys
-import warnings
-from pathlib import Path
+"""Part of parallel_worker.py: distributed models of transformers learn as on one process."""
 
 import torch
 import torch.distributed as dist
-
-# also as a script, whose folder alone is on the path
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from parallel_worker import batch, check_weights, distribute, make_optimizer, message, steps
+from parallel_worker import batch, check_model, distribute, message
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from native_sparse_attention import DenseAttentionWarning
 from native_sparse_attention.distributed import parallelize
 from native_sparse_attention.hf import SparseCache, convert, use_sparse_attention
 from tests.helpers.tiny_models import native, tiny
@@ -52,14 +42,7 @@ MODELS = {
 
 
 def check(name: str, sizes: dict[str, int], **options) -> None:
-    plain, model = MODELS[name](), MODELS[name]()
-    expected = steps(plain, make_optimizer(plain), *batch())
-    rows = distribute(model, sizes, **options)
-    torch.testing.assert_close(
-        steps(model, make_optimizer(model), *rows), expected, msg=lambda m: f"{name} {sizes}: {m}"
-    )
-    check_weights(model, plain)
-    print(f"{' x '.join(sizes)} of {name} equals one process", flush=True)
+    check_model(f" of {name}", MODELS[name], sizes, **options)
 
 
 def check_generating() -> None:
@@ -123,9 +106,7 @@ def check_refused() -> None:
     print("what shards lack is refused", flush=True)
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore", DenseAttentionWarning)
-    dist.init_process_group("gloo")
+def check_models(folder: str) -> None:
     check("Llama", {"dp": 2}, activation_checkpointing=True)
     check("NSAForCausalLM", {"dp": 2})
     for name in MODELS:
@@ -134,7 +115,4 @@ if __name__ == "__main__":
             check(name, {"cp": 2}, activation_checkpointing=name == "Llama")
     check_refused()
     check_generating()
-    check_loading(sys.argv[1])
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # see parallel_worker.py
+    check_loading(folder)
