@@ -7,7 +7,7 @@ import torch
 from rotary_embedding_torch import RotaryEmbedding
 from torch.utils.checkpoint import checkpoint
 
-from native_sparse_attention import KVCache, SparseAttention, Transformer
+from native_sparse_attention import SparseAttention, Transformer
 from native_sparse_attention.recipes import ranking_alone, set_dense
 from native_sparse_attention.rotary import rotate
 from native_sparse_attention.varlen import layout
@@ -63,15 +63,12 @@ def written_out(module, x, positions, weigh):
 
 
 def test_a_narrow_index_rotates_as_heads_of_its_width():
-    module, x = layer(**INDEX, index_dim=4), normal(2, 37, DIM)
+    module = layer(**INDEX, index_dim=4)
     assert module.dim_head == 8 and module.index_every == 2
     t = normal(2, 3, 37, 4)
     (rotated,) = rotate(module.rotary_emb, [t], 5, every=2)
     expected = RotaryEmbedding(4).rotate_queries_or_keys(t, offset=5)
     torch.testing.assert_close(rotated, expected, atol=1e-5, rtol=1e-5)
-    out, cache = module(x), KVCache()
-    parts = [module(x[:, a:b], cache=cache) for a, b in ((0, 21), (21, 22), (22, 37))]
-    torch.testing.assert_close(torch.cat(parts, 1), out, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -88,16 +88,6 @@ def test_all_parameters_learn_with_the_selection(with_teacher):
     assert not any(p.grad is not None for p in original.parameters())
 
 
-def test_checkpointing_changes_no_ranking_loss():
-    """The backward computes each forward again, for the same queries."""
-    model = convert(tiny("Qwen2"), **INDEX)
-    twin = copy.deepcopy(model).train()
-    checkpoint(twin)
-    first, second = (train(m, rows(), steps=2, stage="all") for m in (model, twin))
-    close([step["ranking"] for step in first], [step["ranking"] for step in second])
-    close(twin.state_dict(), model.state_dict())
-
-
 def test_padding_moves_no_ranking_query():
     """Positions are those of the batch, with its padding."""
     model, ids, queries = convert(tiny(), **INDEX), rows(1), torch.arange(48, 64)

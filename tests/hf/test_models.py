@@ -32,12 +32,10 @@ from tests.helpers.tiny_models import (
     static,
     tiny,
 )
+from tests.hf.test_families import FORMS as FORMS_OF_FAMILIES
 
 WINDOWS = SPARSE | dict(compress_block_size=4, compress_block_sliding_stride=2)
-BRANCHES = dict(
-    branches=("compressed", "selected", "window"), sliding_window_size=6, compress_block_size=8,
-    compress_block_sliding_stride=4, selection_block_size=8, num_selected_blocks=1,
-)  # fmt: skip
+BRANCHES = FORMS_OF_FAMILIES["branches"] | dict(sliding_window_size=6)
 
 
 def drop_in(family, **settings):

