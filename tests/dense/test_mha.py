@@ -12,6 +12,7 @@ from native_sparse_attention import (
     mha_reference_bwd,
     mha_reference_no_custom_vjp,
 )
+from tests.helpers.layers import close
 
 SHAPES = [(1, 1, 1, 1, 4, 4), (2, 3, 7, 7, 4, 6), (2, 1, 5, 9, 4, 4), (1, 2, 9, 4, 4, 2)]
 OPS = pytest.mark.parametrize("op", [mha_reference, mha_reference_no_custom_vjp])
@@ -24,10 +25,6 @@ def draw(B, H, T, S, D, E, dtype=torch.float64):
 
 def bias(*shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
 
 
 @OPS
