@@ -1,7 +1,5 @@
 """`collect` records what layers read, and changes nothing."""
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
@@ -44,18 +42,6 @@ def call_of(module, x):
     return calls[0]
 
 
-def selected_by_functions(module, x):
-    """Block indices of `select_blocks`."""
-    call, config = call_of(module, x)
-    cq = call.q if call.cq is None else call.cq
-    if module.to_index is not None:  # the function has a query for each head
-        cq = cq.repeat_interleave(module.heads // module.kv_heads, dim=2)
-    names = inspect.signature(nsa.select_blocks).parameters
-    settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    settings |= dict(mem_k=call.mem_k, seq_len=x.shape[1], scale=None)
-    return nsa.select_blocks(cq, call.ck, **settings)
-
-
 def full_attention(module, x, window=False):
     """Probabilities [b i h j] of full attention, in float64."""
     call, config = call_of(module, x)
@@ -75,13 +61,13 @@ def grads(module, out, x):
 
 
 def assert_blocks(module, x, reading):
-    """Those of the functions, each once, with the forced ones."""
+    """Those that the layer returns, each once, with the forced ones."""
     length = x.shape[1]
     n, i, l = module.num_selected_blocks, module.num_initial_blocks, module.num_local_blocks
     ranks = module.kv_heads if module.query_heads_share_selected_kv else module.heads
     assert reading.blocks.shape == (2, length, ranks, len(reading.kinds))
     if reading.ranked.shape[-1] and length:
-        ranked = selected_by_functions(module, x)
+        _, ranked = module(x, return_block_indices=True)
         ranked = ranked.masked_fill(reading.dense[..., None, None], -1)
         assert torch.equal(reading.ranked, ranked)
         assert torch.equal(reading.scores.isnan(), ranked < 0)
@@ -380,10 +366,10 @@ def test_layers_are_seen_on_a_gpu(name):
     [
         (dict(queries=0), "queries must be an integer of at least 1, got 0"),
         (dict(seed=-1), "seed must be an integer of at least 0, got -1"),
-        (dict(layers=[2]), "layers must be a list of names of layers"),
-        (dict(layers=["norm"]), "layers must be a list of names of layers"),
-        (dict(layers="layers.0.0"), "layers must be a list of names of layers"),
-        (dict(layers=[]), "layers must be a list of names of layers"),
+        *(
+            (dict(layers=layers), "layers must be a list of names of layers")
+            for layers in ([2], ["norm"], "layers.0.0", [])
+        ),
         (dict(model=3), "must be an nn.Module, got 3"),
         (dict(model=nn.Linear(2, 2)), "got none in a Linear"),
     ],
