@@ -228,12 +228,14 @@ def small_1(capability):
     layer(BF16, lengths=[150, 50], soft_cap=2.0, sinks=True)
     if capability == 90:
         with launch.using(ON_A_HOPPER):
-            for settings in ({"importance": "probs"}, {"selection_stride": 4}):
-                layer(BF16, WIDE, 192, selection_block_size=64, memory=0, **settings)
+            layer(BF16, WIDE, 192, "selected", n=2, selection_block_size=64)
 
 
 def small_2(capability):
     if capability == 90:
+        with launch.using(ON_A_HOPPER):
+            for settings in ({"importance": "probs"}, {"selection_stride": 4}):
+                layer(BF16, WIDE, 192, selection_block_size=64, memory=0, **settings)
         selected(BF16, (4, 1, 128, 128), 192, sizes=(64,), num_local=1)
         rank(BF16, (16, 1, 128))
     rank(FP32, (2, 1, 256), importance="logits")
