@@ -1,16 +1,15 @@
 """Tile sizes that a user gives: what is refused, that they are used and change nothing else."""
 
 import copy
-import functools
 import pickle
 
 import pytest
 import torch
 
-import native_sparse_attention as nsa
-from native_sparse_attention import BlockSizes, sliding_window_attention
+from native_sparse_attention import BlockSizes
 from native_sparse_attention.block_sizes import BACKWARD, NAMES
-from tests.helpers.budget import DEVICE, draw
+from tests.helpers.budget import DEVICE
+from tests.helpers.calls import draw
 from tests.helpers.layers import DIM, layer
 
 kernels = pytest.mark.kernels
@@ -127,30 +126,20 @@ def test_layers_of_different_sizes(launched):
 
 @kernels
 def test_branches(launched):
-    q, k, v = (t.requires_grad_() for t in draw(7, 40, 12, 1, 16, 16))
-    lists = torch.randint(-1, 2, (2, 7, 1, 2), dtype=torch.int32, device=DEVICE)
-    ck, cv = (t.detach()[:, :10].requires_grad_() for t in (k, v))
-    calls = {
-        ("window.forward", "window.dq", "window.dkv"): (
-            functools.partial(sliding_window_attention, q, k, v, sliding_window_size=9), [q, k, v]
-        ),
-        ("forward", "dq", "dkv"): (
-            functools.partial(
-                nsa.compressed_attention, q, ck, cv, compress_block_sliding_stride=4, seq_len=40
-            ),
-            [q, ck, cv],
-        ),
-        ("window.forward", "window.dq", "window.dkv", "query_major.forward", "query_major.dq",
-         "key_major.backward"): (
-            functools.partial(nsa.selected_attention, q, k, v, lists, selection_block_size=32),
-            [q, k, v],
-        ),
-    }  # fmt: skip
-    for names, (call, leaves) in calls.items():
-        expected = results(functools.partial(call, backend="eager"), leaves)
+    window = "window.forward", "window.dq", "window.dkv"
+    for branch, settings, names in (
+        ("window", dict(sliding_window_size=9), window),
+        ("compressed", dict(compress_block_sliding_stride=4), ("forward", "dq", "dkv")),
+        ("selected", dict(selection_block_size=32, n=2),
+         (*window, "query_major.forward", "query_major.dq", "key_major.backward")),
+    ):  # fmt: skip
+        place, heads = (7, 40), (12, 1, 16, 16)
+        call = draw(branch, place=place, heads=heads, memory=0, return_lse=False, **settings)
+        call = call.leaves()
+        leaves = list(call.tensors.values())
+        expected = results(lambda call=call: call("eager"), leaves)
         launched.clear()
-        call = functools.partial(call, backend="triton", block_sizes=FEW)
-        close(results(call, leaves), expected)
+        close(results(lambda call=call: call("triton", block_sizes=FEW), leaves), expected)
         assert launched == tiles(FEW, *names)
 
 

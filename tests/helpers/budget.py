@@ -18,11 +18,6 @@ SM90 = ("flash_sm90", "key_major_sm90", "union_sm90", "largest_sm90")
 FORMS = {"sm90": dict.fromkeys(SM90, True), "portable": dict.fromkeys(SM90, False)}
 
 
-def draw(T, S, H, K, D, E, dtype=torch.float32):
-    shapes = (2, T, H, D), (2, S, K, D), (2, S, K, E)
-    return [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
-
-
 @contextmanager
 def running(backend: str) -> Iterator[str]:
     """The `backend` to ask for: "chunked" is eager PyTorch in small tiles, "sm90" and "portable"

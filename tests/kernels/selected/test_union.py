@@ -11,7 +11,8 @@ from native_sparse_attention import selected_attention
 from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.ops.call import Call
 from native_sparse_attention.ops.triton.attention import attention
-from tests.helpers.budget import CUDA, DEVICE, assert_right, draw
+from tests.helpers.budget import CUDA, DEVICE, assert_right
+from tests.helpers.calls import draw
 
 pytest.importorskip("triton")
 
@@ -162,7 +163,7 @@ def test_selected(monkeypatch, dtype, heads, settings):
         # far enough that as many blocks lie behind
         firsts = [start + (112 if CUDA else 0) for start in at["starts"]]
         B, at["starts"] = 2, torch.tensor(firsts, device=DEVICE)
-    q, k, v = (t[:B] for t in draw(T, S, *heads, dtype))
+    tensors = draw("selected", dtype, place=(T, S), heads=heads, batch=B).tensors
     lists = draw_lists(B, T, heads[1], n, min(firsts) // s, GROUP * at["stride"])
     for b, t in itertools.product(range(B), range(T)):
         lists[b, t] = lists[b, max(t - (firsts[b] + t) % at["stride"], 0)]
@@ -185,11 +186,11 @@ def test_selected(monkeypatch, dtype, heads, settings):
         )
 
     with launch.using({"union": RULE}):
-        assert_right(op, {"q": q, "k": k, "v": v}, dtype)
+        assert_right(op, tensors, dtype)
         assert "True" in str(counts) and "False" in str(counts)
         runs = []
         for _ in range(2 if CUDA or not settings else 0):
-            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            leaves = [t.detach().requires_grad_() for t in tensors.values()]
             out, lse = op(*leaves, backend="triton")
             # the interpreter takes its time
             grads = torch.autograd.grad(out.square().sum(), leaves) if CUDA else ()
