@@ -42,8 +42,8 @@ ANY_HEAD: dict[str, Any] = dict(importance="head_max", ranking_bits=8)
 # of each form the preset and what replaces its settings
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("one-softmax", dict(num_selected_blocks=0)),
-    "one softmax": ("one-softmax", ANY_HEAD),
-    "one softmax, mean query": ("one-softmax", dict(importance="max")),
+    "one softmax": ("one-softmax", {}),
+    "one softmax, any head, 8 bits": ("one-softmax", ANY_HEAD),
     "one softmax, ranked by means": ("one-softmax", MEANS),
     "three branches": ("paper", dict(
         importance="logits", branch_kv="shared", compress_mlp=MeanPool()
@@ -53,8 +53,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 # of the drop-in
 DROP_IN: dict[str, dict[str, Any]] = {
     "dense": {},
-    "one softmax": ANY_HEAD,
-    "one softmax, mean query": dict(importance="max"),
+    "one softmax": {},
+    "one softmax, any head, 8 bits": ANY_HEAD,
     "one softmax, ranked by means": MEANS,
 }
 HEADS = {"layer, 32/8": (32, 8), "layer, 64/4": (64, 4)}
