@@ -1,6 +1,7 @@
 """Ranking by importance="max" for Hopper GPUs, in Gluon: products of mean queries with all keys of
 the blocks, the largest of each block, and a running top n, all on chip. By "head_max" a leader has
-HEADS rows of a tile, one for each query head of its group, which take the largest of their scores.
+a query of each head of its group: HEADS rows of a tile in each of LAYERS products with the same
+keys. A thread takes the largest of the layers before it compares rows.
 
 A persistent program ranks tiles of CONSUMERS x ROWS leaders. A producer warp copies tiles of KEYS
 keys into a ring, which two consumer warpgroups multiply by their queries. Keys lie in an order in
@@ -46,7 +47,7 @@ BLOCKS = gl.constexpr(4)
 THREADS = gl.constexpr(32 * (4 * CONSUMERS.value + 1))
 # slots of the ring; named barrier after theirs, by which consumers release the queries
 STAGES, QUERIES = gl.constexpr(4), gl.constexpr(7)
-REGISTERS = gl.constexpr(216)
+REGISTERS = gl.constexpr(240)
 # layouts of products of float16, and of 8-bit integers
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 16]))
 ACC_8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 32]))
@@ -56,11 +57,12 @@ MAX_SLOTS, WIDTHS, BLOCK_KEYS = 16, (16, 32, 64, 128), (32, 64, 128)
 TILE = CONSUMERS.value * ROWS.value
 LENGTHS = ["first_token", "T", "C", "GROUPS", "TILES", "LINES", "RANKS"]
 
-# heads, rows of a leader, and their width; keys of a block, in STEPS tiles for a group; top n;
-# tokens that share it; groups that a leader keeps, a power of two, 0 for all
+# heads, rows of a leader in each of LAYERS products, and their width; keys of a block, in STEPS
+# tiles for a group; top n; tokens that share it; groups that a leader keeps, a power of two, 0 for
+# all
 Settings = namedtuple(
     "Settings",
-    "G HEADS RANKS_PER_KV D PER_BLOCK STEPS SLOTS INITIAL LOCAL d s STRIDE CAUSAL KEPT BITS",
+    "G HEADS LAYERS RANKS_PER_KV D PER_BLOCK STEPS SLOTS INITIAL LOCAL d s STRIDE CAUSAL KEPT BITS",
 )
 Memory = namedtuple("Memory", "q q_bar k full")
 Problem = namedtuple("Problem", "starts first_token T C GROUPS TILES LINES RANKS kept")
@@ -110,24 +112,29 @@ def nsa_topk_key_tiles(ck, keys, sizes, W, K, C, GROUPS, sign, F: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_token", "T", "TILES", "RANKS"])
 def nsa_topk_mean_queries(q, queries, starts, first_token, T, TILES, RANKS, F: tl.constexpr):
-    """One program: queries of a tile of leaders of one row and ranking head, but for a positive
-    factor: the mean of its G heads, or each of them, in float16 or as 8-bit integers."""
-    tile, line = tl.program_id(0), tl.program_id(1)
+    """One program: 128 queries of one row and ranking head, but for a positive factor: the mean of
+    its G heads, or each of them, in float16 or as 8-bit integers [LINES TILES LAYERS 128 D]."""
+    line = tl.program_id(1)
     b, r = (line // RANKS).to(tl.int64), (line % RANKS).to(tl.int64)
     if starts is not None:
         first_token = tl.load(starts + b).to(tl.int32)
-    row = tile * 128 + tl.arange(0, 128)
-    _, token, ranked = steps.leaders(row // F.HEADS, first_token, T, F.STRIDE)
+    HEADS: tl.constexpr = F.LAYERS * F.HEADS
+    row = tl.program_id(0) * 128 + tl.arange(0, 128)
+    leader, head_of_leader = row // HEADS, row % HEADS
+    _, token, ranked = steps.leaders(leader, first_token, T, F.STRIDE)
     q_sum = tl.full([128, F.D], 0.0, tl.float32)
-    for g in range(F.G if F.HEADS == 1 else 1):
-        head = g + tl.minimum(row % F.HEADS, F.G - 1)  # padding is the last head again
+    for g in range(F.G if HEADS == 1 else 1):
+        head = g + tl.minimum(head_of_leader, F.G - 1)  # padding is the last head again
         rows = b * q.b + token.to(tl.int64) * q.n + (r * F.G + head) * q.h
         q_sum += steps.load_rows(q.ptr, rows, F.D, F.D, ranked).to(tl.float32)
     if F.BITS == 8:
-        high, _ = steps.quantize(q_sum, F.HEADS)
+        high, _ = steps.quantize(q_sum, HEADS)
     else:
-        high, _, _ = steps.two_halves(q_sum, F.HEADS)
-    row = (line.to(tl.int64) * TILES * 128 + row)[:, None]
+        high, _, _ = steps.two_halves(q_sum, HEADS)
+    LEADERS: tl.constexpr = 128 // F.HEADS  # of a tile
+    layer = leader // LEADERS * F.LAYERS + head_of_leader // F.HEADS
+    row = layer * 128 + leader % LEADERS * F.HEADS + head_of_leader % F.HEADS
+    row = (line.to(tl.int64) * (TILES * F.LAYERS * 128) + row)[:, None]
     tl.store(queries + row * F.D + tl.arange(0, F.D)[None], high.to(queries.dtype.element_ty))
 
 
@@ -207,10 +214,10 @@ def produce(queries, keys, call, memory, F: gl.constexpr):
         tile, line, _first, begin, end = work_tile(nth, call, F)
         if nth >= gl.num_programs(0):
             hopper.named_barrier("sync", QUERIES, THREADS)
-        mbarrier.expect(q_bar, CONSUMERS * ROWS * F.D * F.BITS // 8)
-        for consumer in gl.static_range(CONSUMERS):
-            row = (line * call.TILES + tile) * (CONSUMERS * ROWS) + consumer * ROWS
-            hopper.load_box(queries, [row, 0], q_bar, memory.q.index(consumer))
+        mbarrier.expect(q_bar, F.LAYERS * CONSUMERS * ROWS * F.D * F.BITS // 8)
+        for i in gl.static_range(F.LAYERS * CONSUMERS):
+            row = ((line * call.TILES + tile) * F.LAYERS * CONSUMERS + i) * ROWS
+            hopper.load_box(queries, [row, 0], q_bar, memory.q.index(i))
         kv_line = line // call.RANKS * (call.RANKS // F.RANKS_PER_KV)
         kv_line += line % call.RANKS // F.RANKS_PER_KV
         group = group_at(begin, end, tile, line, call, F)
@@ -283,9 +290,10 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
     LEAST: gl.constexpr = -(1 << 31) if F.BITS == 8 else float("-inf")
     zero = gl.zeros([ROWS, KEYS], NUMBER, ACC_8 if F.BITS == 8 else ACC)
     SLOTS: gl.constexpr = F.SLOTS
-    STEPS: gl.constexpr = F.STEPS
+    LAYERS: gl.constexpr = F.LAYERS
+    PRODUCTS: gl.constexpr = F.STEPS * LAYERS
     # wider products take longer than the maxima: one at a time is as fast
-    PAIR: gl.constexpr = 2 if F.STEPS > 1 and (F.D == 64 or F.BITS == 8) else 1
+    PAIR: gl.constexpr = 2 if PRODUCTS > 1 and (F.D == 64 or F.BITS == 8) else 1
     COLUMNS: gl.constexpr = largest_of_blocks(zero).type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, COLUMNS)
     i, column = gl.arange(0, ROWS, ROW), gl.arange(0, BLOCKS, gl.SliceLayout(0, COLUMNS))
@@ -313,24 +321,27 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
             scores += (gl.full([ROWS, BLOCKS], float("-inf"), gl.float32, COLUMNS),)
             blocks += (gl.full([ROWS, BLOCKS], topn.NO_BLOCK, gl.int32, COLUMNS),)
         mbarrier.wait(memory.q_bar.index(0), q_phase)
-        q = memory.q.index(CONSUMER)
         for i_group in range(begin, end):
             c = group * BLOCKS + column
             next_group = group_at(i_group + 1, end, tile, line, call, F)
             is_next = column < (end - 1 - i_group) * BLOCKS
             next_size = gl.load(size_row + next_group * BLOCKS + column, mask=is_next, other=0.0)
             best = gl.full([ROWS, BLOCKS], LEAST, NUMBER, COLUMNS)
-            for _pair in range(STEPS // PAIR):
+            for _pair in range(PRODUCTS // PAIR):
                 # while the first product's maxima are taken, the second one is formed
                 products = ()
                 for i_pair in gl.static_range(PAIR):
-                    slot = (turn + i_pair) % STAGES
-                    mbarrier.wait(memory.full.index(slot), ((turn + i_pair) // STAGES) & 1)
+                    tile_of_keys, layer = (turn + i_pair) // LAYERS, (turn + i_pair) % LAYERS
+                    slot = tile_of_keys % STAGES
+                    mbarrier.wait(memory.full.index(slot), (tile_of_keys // STAGES) & 1)
+                    q = memory.q.index(layer * CONSUMERS + CONSUMER)
                     k = memory.k.index(slot).permute((1, 0))
                     products += (warpgroup_mma(q, k, zero, use_acc=False, is_async=True),)
                 for i_pair in gl.static_range(PAIR):
                     x = warpgroup_mma_wait(PAIR - 1 - i_pair, deps=[products[i_pair]])
-                    hopper.named_barrier("arrive", (turn + i_pair) % STAGES, THREADS)
+                    tile_of_keys, layer = (turn + i_pair) // LAYERS, (turn + i_pair) % LAYERS
+                    if layer == LAYERS - 1:
+                        hopper.named_barrier("arrive", tile_of_keys % STAGES, THREADS)
                     best = gl.maximum(best, largest_of_blocks(x))
                 turn += PAIR
             is_candidate = (c >= F.INITIAL)[None] & (c[None] < row_end[:, None])
@@ -361,8 +372,8 @@ def nsa_topk_largest_sm90(
     ranking head, from their mean queries and the keys of their candidates."""
     call = Problem(starts, first_token, T, C, GROUPS, TILES, LINES, RANKS, kept)
     memory = Memory(
-        hopper.buffers(queries, CONSUMERS), hopper.barriers(1, 1), hopper.buffers(keys, STAGES),
-        hopper.barriers(STAGES, 1),
+        hopper.buffers(queries, F.LAYERS * CONSUMERS), hopper.barriers(1, 1),
+        hopper.buffers(keys, STAGES), hopper.barriers(STAGES, 1),
     )  # fmt: skip
     fence_async_shared()
     hopper.thread_barrier()
@@ -401,23 +412,26 @@ def select_blocks(
     s, d, stride = config.selection_block_size, config.d, config.selection_stride
     per_block, groups = s // d, cdiv(num_ranked, BLOCKS.value)
     heads = launch.next_power_of_2(H // ranks) if config.ranks_by_heads else 1
+    # as many as shared memory holds
+    layers = min(heads, 4 if D * config.ranking_bits <= 1024 else 2)
     F = Settings(
-        H // ranks, heads, ranks // K, D, per_block, per_block // 32, config.num_selected_blocks,
-        config.num_initial_blocks, max(config.num_local_blocks, 1), d, s, stride, config.causal,
+        H // ranks, heads // layers, layers, ranks // K, D, per_block, per_block // 32,
+        config.num_selected_blocks, config.num_initial_blocks, max(config.num_local_blocks, 1), d,
+        s, stride, config.causal,
         0 if kept_groups is None else launch.next_power_of_2(kept_groups.shape[3]),
         config.ranking_bits,
     )  # fmt: skip
-    tiles = cdiv(cdiv(T + stride - 1, stride), TILE // heads)
+    tiles = cdiv(cdiv(T + stride - 1, stride), TILE // F.HEADS)
     lines, scale = B * ranks, config.scale_of(D)
     dtype = torch.int8 if F.BITS == 8 else torch.float16
     keys = ck.new_empty(B * K * groups * F.STEPS * KEYS.value, D, dtype=dtype)
     sizes = ck.new_empty(B * K, groups * BLOCKS.value, dtype=torch.float32)
-    queries = q.new_empty(lines * tiles * TILE, D, dtype=dtype)
+    queries = q.new_empty(lines * tiles * layers * TILE, D, dtype=dtype)
     sign = float((scale > 0) - (scale < 0))
     launcher(nsa_topk_key_tiles, (groups, B * K))(
         strided(ck), keys, sizes, W=W, K=K, C=num_ranked, GROUPS=groups, sign=sign, F=F
     )
-    launcher(nsa_topk_mean_queries, (tiles, lines))(
+    launcher(nsa_topk_mean_queries, (tiles * layers, lines))(
         strided(q), queries, starts, first_token=start, T=T, TILES=tiles, RANKS=ranks, F=F,
         num_warps=8,
     )  # fmt: skip
