@@ -180,7 +180,12 @@ def last_block(position, C, F: gl.constexpr):
 @gluon.jit
 def work_tile(nth, call, F: gl.constexpr):
     """The nth tile, the last and longest of all lines first: its number, its line, the position of
-    the call's first token, and the groups of blocks that its leaders rank."""
+    the call's first token, and the groups of blocks that its leaders rank. Every other turn of the
+    programs goes backwards, but for the last one, so that they have equal work."""
+    programs = gl.num_programs(0)
+    turn, turns = nth // programs, gl.cdiv(call.TILES * call.LINES, programs)
+    if (turns - turn) % 2 == 0:
+        nth = (2 * turn + 1) * programs - 1 - nth
     tile, line = call.TILES - 1 - nth // call.LINES, nth % call.LINES
     first = call.first_token
     if call.starts is not None:
