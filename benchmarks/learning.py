@@ -258,7 +258,8 @@ DENSE = "dense"
 # at most four lines a panel
 DRAWN = (
     "1088 keys, blocks of 32, any head", "1088 keys, blocks of 32",
-    "1088 keys, blocks of 32, layers 2 and 4 local", "MLP over windows of 8",
+    "1088 keys, blocks of 32, any head, layers 2 and 4 local",
+    "1088 keys, blocks of 32, index of 32",
 )  # fmt: skip
 
 
