@@ -119,7 +119,8 @@ try:
     from training.batches import batches
     from training.data import check_data, load_data, split
     from training.errors import UserError
-    from training.forward import compiled, evaluate, loss_of
+    from training.evaluate import evaluate
+    from training.forward import compiled, loss_of
     from training.plot import draw, tensorboard
     from training.runs import (
         METRICS,

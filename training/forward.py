@@ -1,22 +1,19 @@
-"""The forward pass of a step: precision, torch.compile, the loss; and validation."""
+"""The forward pass of a step: precision, torch.compile, the loss."""
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from native_sparse_attention import Transformer
 
-from .batches import Batch, batch_of, windows
+from .batches import Batch
 from .errors import UserError, reason
-from .ranks import mean
 
 
 def autocast(cfg: Namespace) -> AbstractContextManager[Any]:
@@ -67,16 +64,3 @@ def loss_of(forward: Callable[..., Tensor], batch: Batch, cfg: Namespace) -> Ten
     with autocast(cfg):
         loss = forward(batch.ids.to(cfg.device), return_loss=True, **named)
     return loss if batch.segment_ids is None else loss * batch.weight
-
-
-@torch.no_grad()
-def evaluate(forward: Callable[..., Tensor], data: np.ndarray, cfg: Namespace, size: int) -> float:
-    """Bits per predicted byte over about `size` bytes, in windows spread evenly over `data`."""
-    shape = max(1, min(size, len(data)) // (cfg.batch_size * cfg.seq_len)), cfg.batch_size
-    starts = np.linspace(0, len(data) - cfg.seq_len - 1, math.prod(shape)).astype(np.int64)
-    total, predicted = 0.0, 0
-    for rows in starts.reshape(shape):
-        batch = batch_of(windows(data, rows, cfg), cfg)
-        total += mean(loss_of(forward, batch, cfg)).item() * batch.predicted
-        predicted += batch.predicted
-    return total / max(predicted, 1) / math.log(2)

@@ -25,10 +25,12 @@ class number:
 
     def __call__(self, text: str) -> Any:
         if not self.least <= (value := self.kind(text)) <= self.most:
-            end = "or more" if self.most == sys.float_info.max else f"to {self.most}"
-            expected = f"expected {self.least} {end}"
-            raise argparse.ArgumentTypeError(f"{text} is out of range, {expected}")
+            raise argparse.ArgumentTypeError(f"{text} is out of range, expected {self.range()}")
         return value
+
+    def range(self) -> str:
+        to = "or more" if self.most == sys.float_info.max else f"to {self.most}"
+        return f"{self.least} {to}"
 
 
 def layer_indices(text: str) -> str:

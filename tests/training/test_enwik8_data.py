@@ -20,7 +20,8 @@ from native_sparse_attention import Transformer
 from training import data
 from training.batches import batch_of, batches, segments
 from training.errors import UserError
-from training.forward import evaluate, loss_of
+from training.evaluate import evaluate
+from training.forward import loss_of
 
 
 def test_splits_are_90_5_5_in_order():
