@@ -27,7 +27,7 @@ QUICK = [
         4,
     ),
     ("learning", ["--variants", "dense", "paper's ranking, means"], ["bits", "curve", "config"], 2),
-    ("pretrained", [], ["loss", "above", "found", "right"], 21),
+    ("pretrained", [], ["loss", "above", "found", "right"], 22),
     ("recall", ["--variants", "dense", "published, windows of 32"], ["accuracy", "curve"], 2),
 ]
 
