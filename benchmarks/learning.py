@@ -345,33 +345,6 @@ def more_cells(runs: Sequence[Row]) -> dict[str, str]:
     return found | {"seconds": spread([run["seconds"] for run in runs], 0)}
 
 
-def table_of_recipes(rows: Sequence[Row]) -> str:
-    """Every recipe and rate: the mean over seeds for each text, length, number of bytes and
-    variant."""
-    groups: dict[tuple[Any, ...], dict[int, Row]] = {}
-    for row in trained(rows):
-        fields = ("T", "variant", "train_bytes", "lr")
-        key = (text_name(row), recipe_of(row), *[row[name] for name in fields])
-        groups.setdefault(key, {})[row["seed"]] = row
-    if not groups:
-        return NO_ROWS
-    lines = list[tuple[tuple[Any, ...], dict[str, str]]]()
-    for key, seeds in groups.items():
-        text, recipe, T, variant, size, lr = key
-        runs = list(seeds.values())
-        last = [r["bits_of_last_weights"]["all"] for r in runs if "bits_of_last_weights" in r]
-        cells = {
-            "text": text, "T": length(T), "variant": variant, "MB": f"{size / 1e6:.0f}",
-            "recipe": recipe, "learning rate": f"{lr:g}", "seeds": str(len(runs)),
-            "bits per byte": spread(list(map(bits, runs))), **more_cells(runs),
-            "without the average": spread(last) if last else "",
-        }  # fmt: skip
-        lines.append(((text, T, variant, size, fmean(map(bits, runs))), cells))
-    lines.sort(key=lambda line: line[0])
-    head = list(lines[0][1])
-    return common.markdown([head, *(list(cells.values()) for _, cells in lines)])
-
-
 def table_of_runs(rows: Sequence[Row]) -> str:
     """For each text and length, the variants by their bits per byte."""
     parts = [table_of_text(name, runs) for name, runs in by_text(rows).items()]
@@ -465,7 +438,7 @@ def run(args: Namespace, recorder: common.Recorder) -> None:
     with runs_pool.work_of(args) as work:
         pool = runs_pool.Pool(execute, work, recorder, args.deadline, files)
         runs_pool.run_all(pool, jobs)
-        print(table_of_recipes(recorder.rows))
+        print(table_of_runs(recorder.rows))
 
 
 BENCHMARK = common.Benchmark(
