@@ -28,3 +28,11 @@ def test_single_queries_on_a_gpu_run_without_cudnn(T, plans, is_enabled, monkeyp
     with pytest.raises(RuntimeError):
         sdpa(q, k[..., :4], v)
     assert seen.pop() == (plans and is_enabled) and flags[-1] == is_enabled
+
+
+@pytest.mark.parametrize("scale", [-0.8, 0.0])
+def test_scales_of_0_and_below_mask_as_others_do(scale):
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in "qkv")
+    hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    exact = (q @ k.mT * scale).masked_fill(hidden, float("-inf")).softmax(dim=-1) @ v
+    torch.testing.assert_close(sdpa(q, k, v, is_causal=True, scale=scale), exact)
