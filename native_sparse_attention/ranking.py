@@ -109,6 +109,7 @@ def ranking_loss(
     b, n = len(tensors["q"]), tensors["k"].shape[2]
     length = tensors["q"].shape[2] if layout is None else layout.target.shape[1]
     i = sampled(queries, length, generator, device, rows=b)
+    i = i if n else i[..., :0]  # rows of padding alone have no positions
     i = torch.atleast_2d(i if layout is None else layout.positions(i))
     is_token, row = i >= 0, i.clamp(min=0)
     position = row if positions is None else positions[: len(row)].gather(1, row)

@@ -121,8 +121,14 @@ def test_sequences_without_a_choice_lose_nothing(T):
     module = SparseAttention(
         8, 4, 2, 4, 8, 8, 2, causal=True, branches=("selected",), importance="index"
     )
-    for batch, queries in ((2, 2), (0, 2), (2, torch.zeros(2, 0, dtype=torch.long))):
-        _, loss = module(torch.randn(batch, T, 8), ranking_queries=queries)
+    # rows of padding alone have no position for a query
+    padding = dict(segment_ids=torch.zeros(2, T).long(), mask=torch.zeros(2, T).bool())
+    none, nowhere = torch.zeros(2, 0).long(), torch.full((2, 1), -1)
+    for batch, queries, call in (
+        (2, 2, {}), (0, 2, {}), (2, none, {}), (2, nowhere, {}), (2, 2, padding),
+        (2, nowhere, padding),
+    ):  # fmt: skip
+        _, loss = module(torch.randn(batch, T, 8), ranking_queries=queries, **call)
         with torch.autograd.set_detect_anomaly(True):
             loss.backward()
         assert loss == 0 and not module.to_index.weight.grad.any()
