@@ -20,6 +20,7 @@ FORMS = {
     "initial": dict(num_initial_blocks=1),
     "documents": dict(lengths=calls.DOCUMENTS),
     "own rankings": dict(query_heads_share_selected_kv=False),
+    "interpolated": dict(interpolated_importance_score=True),
 }
 
 
@@ -71,7 +72,9 @@ def test_one_head_of_any_indices(backend, kind, s):
 
 
 @kernels
-@pytest.mark.parametrize("case", ["plain", "one softmax, pages, sinks", "rankings of groups"])
+@pytest.mark.parametrize(
+    "case", ["plain", "one softmax, pages, sinks", "rankings of groups", "interpolated, one head"]
+)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_steps(backend, case):
     changes = {name: v for name, v in test_decode.CASES[case].items() if name != "integers"}

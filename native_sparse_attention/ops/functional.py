@@ -307,6 +307,7 @@ def native_sparse_attention(
     return_block_indices = check_bool("return_block_indices", return_block_indices)
     if block_indices is not None:
         importance, num_selected_groups, ranking_bits = "given", 0, 16
+        interpolated_importance_score = False
     config = AttentionConfig(
         compress_block_size=compress_block_size,
         compress_block_sliding_stride=compress_block_sliding_stride,
