@@ -52,7 +52,9 @@ class Rotary(Module):
 
     def reset_parameters(self) -> None:
         """Restore the frequencies of the constructor."""
-        values = torch.tensor(self.start, dtype=torch.float32, device=self.freqs.device)
+        # `freqs` alone may be on meta: a file holds it
+        device = self.freqs.device if self.exact.is_meta else self.exact.device
+        values = torch.tensor(self.start, dtype=torch.float32, device=device)
         self.freqs = self.freqs.to(torch.promote_types(self.freqs.dtype, torch.float32))
         self.freqs.copy_(values)
         self.exact = values.view(torch.int32)

@@ -257,13 +257,15 @@ def test_layers_can_be_on_other_devices_and_on_disk(form, tmp_path):
     close(auto(text.to(auto.device)).logits, expected, check_device=False)
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
     places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    split = NSAForCausalLM.from_pretrained(
-        tmp_path / "saved", device_map=places, offload_folder=tmp_path / "offloaded"
-    )
-    assert layers_of(split)[1].to_qkv.weight.is_meta
-    close(split(text).logits, expected)
     given = dict(attention_mask=torch.ones_like(text), max_new_tokens=3, do_sample=False)
-    assert split.generate(text, **given).equal(model.generate(text, **given))
+    for offload_buffers in (False, True):
+        split = NSAForCausalLM.from_pretrained(
+            tmp_path / "saved", device_map=places, offload_folder=tmp_path / "offloaded",
+            offload_buffers=offload_buffers,
+        )  # fmt: skip
+        assert layers_of(split)[1].to_qkv.weight.is_meta
+        close(split(text).logits, expected)
+        assert split.generate(text, **given).equal(model.generate(text, **given))
 
 
 @torch.no_grad()
