@@ -74,6 +74,11 @@ class NSAMask:
     def shape(self) -> tuple[Any, ...]:
         return 1, 1, self.length, self.length
 
+    @property
+    def dtype(self) -> Any:
+        got = "one that reads values of its mask: use_dense_attention(model) computes it"
+        raise refusal("model", "one that leaves masks to its attention function", got=got)
+
     def __getitem__(self, index: Any) -> NSAMask:
         """The mask of the last queries, as models write `mask[:, :, -n:, :]`."""
         return self if self.visible is None else replace(self, visible=self.visible[index])

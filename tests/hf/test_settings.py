@@ -152,6 +152,13 @@ def test_models_of_another_form_are_refused(family):
             model(*prompts(40))
 
 
+def test_models_that_change_their_masks_are_refused():
+    sizes = dict(HEADS, num_key_value_heads=2, intermediate_size=48, pad_token_id=0)
+    model = use_sparse_attention(transformers.DogeForCausalLM(transformers.DogeConfig(**sizes)))
+    with pytest.raises(ValueError, match="model must be one that leaves masks to its attention"):
+        model(*prompts(40))
+
+
 @torch.no_grad()
 def test_a_language_model_of_several_parts():
     model = of_parts()
