@@ -251,9 +251,9 @@ def nsa_mask(
         if is_drop_in:  # a configuration from a file has lost it, and the next file needs it
             config.attn_implementation = NAME
     if not tracing and attention_mask is not None:
-        shape, (rows, width) = [batch_size, int(q_offset) + T], attention_mask.shape
-        if rows not in (1, batch_size) or width < shape[1]:
-            raise ValueError(f"attention_mask must have shape {shape}, got {[rows, width]}")
+        shape, sizes = [batch_size, int(q_offset) + T], [*attention_mask.shape]
+        if len(sizes) != 2 or sizes[0] not in (1, batch_size) or sizes[1] < shape[1]:
+            raise ValueError(f"attention_mask must have shape {shape}, got {sizes}")
     documents = tokens = None
     if not allow_is_causal_skip and T > 1:
         documents = find_documents(mask_function, batch_size, T, q_offset, device)

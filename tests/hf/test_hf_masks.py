@@ -154,8 +154,9 @@ def test_other_masks_are_refused(model):
             ValueError, match=r"must be \[B, S\] with sparse attention, got a torch"
         ):
             one(text, attention_mask=mask)
-        with pytest.raises(ValueError, match=r"attention_mask must have shape \[1, 40\]"):
-            one(text, attention_mask=torch.ones(1, 39))
+        for shape in ((1, 39), (40,), (1, 40, 40)):
+            with pytest.raises(ValueError, match=r"attention_mask must have shape \[1, 40\]"):
+                one(text, attention_mask=torch.ones(shape))
 
 
 def test_masks_say_what_they_are():
