@@ -328,8 +328,6 @@ def measure_case(
             if "ms" in found:
                 tokens = ids.numel() if what == "prefill" else len(ids)
                 rows[name][f"{what}_tokens_per_s"] = round(tokens / found["ms"] * 1e3, 2)
-                if base := measured.get(BASELINE, {}).get("ms"):
-                    rows[name][f"{what}_over_sdpa"] = round(base / found["ms"], 3)
     return list(rows.values())
 
 
@@ -372,8 +370,13 @@ MEASURES = {
 
 def table(rows: Sequence[Row]) -> str:
     """Tokens a second, in brackets times as fast as SDPA in the same run; GiB."""
+
+    def case(row: Row) -> tuple[Any, ...]:
+        return tuple(row.get(name) for name in ("model", "layers", "B", "T", "gpu", "commit"))
+
+    dense = {case(row): row for row in rows if row["form"] == BASELINE}
     cells = [
-        row | {"what": what}
+        row | {"what": what, "base": dense.get(case(row), {}).get(f"{what}_ms")}
         for what in MEASURES
         for row in rows
         if f"{what}_ms" in row or f"{what}_failed" in row
@@ -385,8 +388,8 @@ def table(rows: Sequence[Row]) -> str:
         if speed is None:
             return "failed"
         text = f"{speed / 1e3:.1f}" if row["what"] == "prefill" else f"{speed:.0f}"
-        over, peak = (row.get(f"{row['what']}_{name}") for name in ("over_sdpa", "peak_mib"))
-        text += f" ({over:.2f})" if over is not None else ""
+        base, peak = row["base"], row.get(f"{row['what']}_peak_mib")
+        text += f" ({base / row[row['what'] + '_ms']:.2f})" if base else ""
         return text if peak is None else f"{text}; {peak / 1024:.1f}"
 
     def title(row: Row) -> str:

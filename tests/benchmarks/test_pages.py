@@ -19,7 +19,9 @@ QUICK = [
     ("attention", FAST, ["p50_ms", "error_share"], 28),
     ("decode", [*FAST, "--new", "1", "2"], ["p50_us", "error_share"], 18),
     ("distillation", [], ["loss", "above", "found"], 6),
-    pytest.param("generation", [], ["prefill_ms", "dynamic_over_sdpa"], 7, marks=pytest.mark.slow),
+    pytest.param(
+        "generation", [], ["prefill_ms", "dynamic_tokens_per_s"], 7, marks=pytest.mark.slow
+    ),
     (
         "clock",
         ["--subjects", "layer, 32/8", "llama", "--forms", "dense", "one softmax"],
