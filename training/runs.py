@@ -328,7 +328,7 @@ def named(error: OSError, path: Path) -> OSError:
 
 def append(path: Path, line: str) -> None:
     try:
-        with path.open("ab", buffering=0) as file:
+        with path.open("ab") as file:  # buffered: a full disk takes half a line without an error
             file.write(line.encode() + b"\n")
     except OSError as error:
         raise named(error, path) from None

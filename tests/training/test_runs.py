@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 from native_sparse_attention import Transformer
 from tests.training.test_train_enwik8 import (
+    ROOT,
     TINY,
     command,
     finished,
@@ -310,6 +312,18 @@ def test_a_full_disk_names_the_file(folder, run, monkeypatch, call):
     monkeypatch.undo()
     assert runs.newest_checkpoint(run, runs.read_config(run)).step >= 8
     finished(resume(run))
+
+
+def test_half_a_line_of_metrics_is_an_error(tmp_path):
+    """A disk that is full takes the bytes that fit, and raises at the next write alone."""
+    path = tmp_path / "metrics.jsonl"
+    code = "import resource, sys; from pathlib import Path; from training.runs import append\n"
+    code += "resource.setrlimit(resource.RLIMIT_FSIZE, (60, 60))\n"
+    code += "for _ in range(2): append(Path(sys.argv[1]), 'x' * 40)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert f"File too large: '{path}'" in done.stderr and path.stat().st_size == 60
 
 
 def test_a_first_validation_that_is_not_finite(folder, tmp_path, monkeypatch):
