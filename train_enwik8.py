@@ -64,7 +64,12 @@ SETTINGS: Table = {
     "num_selected_blocks": (whole, 4, 4, "n, blocks selected per query"),
     "num_initial_blocks": (whole, 0, 0, "first blocks that every query reads"),
     "num_local_blocks": (count, 1, 1, "last blocks that every query reads, its own included"),
-    "importance": (("logits", "max", "probs"), "logits", "logits", "how blocks are ranked"),
+    "importance": (
+        ("logits", "max", "head_max", "probs"),
+        "logits",
+        "logits",
+        "how blocks are ranked",
+    ),
     "selection_stride": (count, 1, 1, "R, neighbouring tokens that share a selection"),
     "local_layers": (
         layer_indices,

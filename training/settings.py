@@ -43,6 +43,11 @@ def new_settings(given: Namespace, table: Table) -> Namespace:
             third = range(1, usual["depth"] - 1, 2)[: usual["depth"] // 3]
             usual["local_layers"] = ",".join(map(str, third)) or "none"
     cfg = Namespace(**{name: usual[name] for name in table})
+    local = [] if cfg.local_layers == "none" else map(int, cfg.local_layers.split(","))
+    if (last := max(local, default=-1)) >= 0 and attention == "dense":
+        raise UserError("--local-layers goes with sparse attention, got --attention dense")
+    if last >= cfg.depth:
+        raise UserError(f"--local-layers has layer {last}, but --depth {cfg.depth} begins at 0")
     # half the cores: threads wait for each other, and all of them for one whose core is taken
     cfg.device, cfg.threads = device, cfg.threads or max(1, torch.get_num_threads() // 2)
     for name in ("compress_block_size", "selection_block_size"):

@@ -61,7 +61,7 @@ def load_run(
 
 
 def main(argv: list[str] | None = None) -> None:
-    viewer.main(argv, load_run, PROGRAM)
+    viewer.main(argv, load_run, PROGRAM, "directory of a run of train_enwik8.py")
 
 
 if __name__ == "__main__":

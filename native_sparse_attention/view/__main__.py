@@ -52,14 +52,18 @@ def load_pretrained(
 
 
 def main(
-    argv: list[str] | None = None, load: Any = load_pretrained, program: str = PROGRAM
+    argv: list[str] | None = None,
+    load: Any = load_pretrained,
+    program: str = PROGRAM,
+    what: str = MODEL,
 ) -> None:
-    """Exit status: 0, or 2 after bad input. `load` returns what the model runs on."""
+    """Exit status: 0, or 2 after bad input. `load` returns what the model runs on, and `what` says
+    which models it takes."""
     description = "Writes one HTML page: point at a token and see what it reads."
     usage = "%(prog)s MODEL --text FILE [options]"
     parser = argparse.ArgumentParser(program, usage, description, allow_abbrev=False)
     add = parser.add_argument
-    add("model", metavar="MODEL", type=Path, help=MODEL)
+    add("model", metavar="MODEL", type=Path, help=what)
     add("--text", type=Path, required=True, metavar="FILE", help="text to read")
     add("--out", type=Path, default=Path("view.html"), help="page (view.html)")
     add("--layers", type=layer_list, help="layers to record, such as 0,3 or names (all)")

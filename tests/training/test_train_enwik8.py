@@ -198,7 +198,11 @@ def test_text_is_decoded_across_bytes_and_kept_from_the_terminal():
         (["--steps", "0"], "--steps: 0 is out of range"),
         (["--attention", "other"], "--attention: invalid choice"),
         (["--local-layers", "1;3"], "'1;3' is not auto, none or indices such as 1,3"),
-        (["--local-layers", "9"], "local_layers must be an integer of at least -1 and below 1"),
+        (["--local-layers", "9"], "--local-layers has layer 9, but --depth 1 begins at 0"),
+        (
+            ["--attention", "dense", "--local-layers", "0"],
+            "--local-layers goes with sparse attention",
+        ),
         (["--prompt", "text"], "--prompt does not go with training"),
         (["--unknown"], "unrecognized arguments: --unknown"),
         (["--resume", "runs/whole", "--steps", 28, "--dim", "32"], "--dim 32 was 16 in"),
