@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import sys
@@ -168,9 +169,11 @@ def checkpoint_path(run: Path, step: int, kind: str) -> Path:
     return run / f"step-{step:08d}{kind}"
 
 
-def checkpoint_steps(run: Path) -> list[int]:
-    """The steps with an index, in ascending order."""
-    return sorted(int(path.stem.removeprefix("step-")) for path in run.glob(f"step-*{INDEX}"))
+def checkpoint_steps(run: Path, kind: str = INDEX) -> list[int]:
+    """The steps with an index, or another file, in ascending order; names of the user's own do not
+    count."""
+    names = (path.name.removesuffix(kind) for path in run.glob(f"step-*{kind}"))
+    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-[0-9]{8,}", name))
 
 
 def check_run(path: Path, record: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -525,8 +528,8 @@ def resume(
     first = records[0].get("val_bpb", math.inf) if records else math.inf
     is_kept = load_best(run, config, model) or checkpoint.best >= first
     restore(run, checkpoint, model, optimizer)
-    for path in run.glob("step-*"):  # what a kill left of a later one
-        is_part = path.suffix in (WEIGHTS, OPTIMIZER)
-        if is_part and int(path.stem.removeprefix("step-")) > checkpoint.step:
-            path.unlink(missing_ok=True)
+    for kind in (WEIGHTS, OPTIMIZER):  # what a kill left of a later one
+        for step in checkpoint_steps(run, kind):
+            if step > checkpoint.step:
+                checkpoint_path(run, step, kind).unlink(missing_ok=True)
     return checkpoint.step, checkpoint.best if is_kept else math.inf, records, lines

@@ -314,6 +314,14 @@ def test_a_full_disk_names_the_file(folder, run, monkeypatch, call):
     finished(resume(run))
 
 
+def test_files_of_the_user_are_no_checkpoints(run):
+    names = "step-notes.json", "step-best.safetensors", "step-00000099.copy.optimizer"
+    for name in names:
+        (run / name).write_text("mine")
+    finished(resume(run))
+    assert all((run / name).read_text() == "mine" for name in names)
+
+
 def test_half_a_line_of_metrics_is_an_error(tmp_path):
     """A disk that is full takes the bytes that fit, and raises at the next write alone."""
     path = tmp_path / "metrics.jsonl"
