@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ..attention import SparseAttention
 from ..blocks import GROUP
-from ..checks import IMPORTANCE_RULES, check_choice, check_share_ranking, refusal
+from ..checks import refusal
 from ..compat import refuse_context_parallel, sdpa
 from ..compress import windows_of
 from ..config import GIVEN, NSAConfig
@@ -30,14 +30,11 @@ from ..varlen import Move
 from .cache import kept_means, rankings_of
 from .configuration import (
     CONVERTED_KEY,
-    DEFAULTS,
-    FIXED,
     KEY,
     NAME,
-    NAMES,
     REPLACED,
     drop_in_config,
-    layer_config,
+    drop_in_settings,
 )
 from .mask import NSAMask, check_call, check_layers, nsa_mask
 
@@ -234,30 +231,13 @@ def use_sparse_attention(
             themselves and for the layers of full attention after them, up to the next of these.
     """
     decoder = check_model(model)
-    saved = dict(getattr(decoder.config, KEY, None) or {})
-    replaced = saved.pop(REPLACED, "sdpa")
+    saved = getattr(decoder.config, KEY, None) or {}
     user = saved if config is None and not settings else config
-    if isinstance(user, Mapping):
-        settings, user = {**user, **settings}, None
-        settings.pop(REPLACED, None)  # of another model's configuration
-    shared = settings.pop("share_ranking", None)
-    if isinstance(user, NSAConfig):
-        for name in ("dim", "dim_head", "heads", "kv_heads"):
-            size = getattr(decoder.config, NAMES[name], None)
-            if size is not None and getattr(user, name) != size:
-                raise refusal(name, f"{size}, which the model decides", getattr(user, name))
-    layer = layer_config(user, settings, DEFAULTS, FIXED)
-    check_choice("importance", layer.importance, IMPORTANCE_RULES)
-    if shared is not None:
-        depth = decoder.config.num_hidden_layers
-        kinds = getattr(decoder.config, "layer_types", None) or ["full_attention"] * depth
-        full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-        check_share_ranking(shared, full, depth)
-        shared = sorted({int(i) % depth for i in shared})
+    kept = drop_in_settings(decoder.config, user, settings)
+    replaced = saved.get(REPLACED, "sdpa")
     if decoder.config._attn_implementation != NAME:
         replaced = decoder.config._attn_implementation
-    kept = layer.values_of(*DEFAULTS) | {REPLACED: replaced, "share_ranking": shared}
-    setattr(decoder.config, KEY, kept)
+    setattr(decoder.config, KEY, kept | {REPLACED: replaced})
     decoder.config.attn_implementation = NAME  # of its file
     decoder.set_attn_implementation(NAME)
     return model

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..checks import (
+    IMPORTANCE_RULES,
     TOO_LARGE,
     check_bool,
     check_choice,
@@ -68,7 +69,9 @@ def layer_config(
         user = {n: v for n, v in values.items() if n in needed or v != USUAL.get(n)}
     values = {**(user or {}), **settings}
     for name, value in fixed.items():
-        if (got := values.pop(name, value)) != value:
+        got = values.pop(name, value)
+        got = tuple(got) if isinstance(got, list) else got  # of branches in a file
+        if getattr(got, "ndim", 0) or got != value:  # arrays compare by their elements
             raise refusal(name, f"{value!r}, which the model decides", got)
     check_keywords(values, defaults)
     if "compress_block_size" in values:
@@ -82,6 +85,32 @@ def drop_in_config(config: Any) -> AttentionConfig:
     settings = {name: saved.get(name, value) for name, value in DEFAULTS.items()}
     del settings["backend"]  # which the functions of branches do not know
     return AttentionConfig.unchecked(**settings, branches=("selected",), causal=True)
+
+
+def drop_in_settings(
+    config: Any, user: Any, settings: Mapping[str, Any], argument: str = "config"
+) -> dict[str, Any]:
+    """What a model's configuration keeps of layers under "nsa", checked: the settings of `user`, an
+    `NSAConfig` or a dict, replaced by `settings`."""
+    if isinstance(user, Mapping):
+        settings, user = {**user, **settings}, None
+        settings.pop(REPLACED, None)  # of another model's configuration
+    settings = dict(settings)
+    shared = settings.pop("share_ranking", None)
+    if isinstance(user, NSAConfig):
+        for name in ("dim", "dim_head", "heads", "kv_heads"):
+            size = getattr(config, NAMES[name], None)
+            if size is not None and getattr(user, name) != size:
+                raise refusal(name, f"{size}, which the model decides", getattr(user, name))
+    layer = layer_config(user, settings, DEFAULTS, FIXED, argument)
+    check_choice("importance", layer.importance, IMPORTANCE_RULES)
+    if shared is not None:
+        depth = config.num_hidden_layers
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * depth
+        full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        check_share_ranking(shared, full, depth)
+        shared = sorted({int(i) % depth for i in shared})
+    return layer.values_of(*DEFAULTS) | dict(share_ranking=shared)
 
 
 # settings of a layer by their names in the configuration, and those that it has not: tile sizes

@@ -18,7 +18,7 @@ from transformers.utils import TransformersKwargs
 
 from .. import varlen
 from ..checks import INDEX_DTYPES, INTEGER_DTYPES, check_keywords, check_tensor, describe, refusal
-from .configuration import CONVERTED_KEY, KEY, NAME, drop_in_config
+from .configuration import CONVERTED_KEY, KEY, NAME, drop_in_config, drop_in_settings
 
 HINT = "give attention_mask [B, S], or documents with use_cache=False and without this mask"
 # options of a forward that name documents
@@ -248,7 +248,9 @@ def nsa_mask(
     is_drop_in = getattr(config, KEY, None) and not getattr(config, CONVERTED_KEY, None)
     if not tracing and config is not None:
         check_layers(config, type(config).__name__)
-        if is_drop_in:  # a configuration from a file has lost it, and the next file needs it
+        if is_drop_in and getattr(config, "attn_implementation", None) != NAME:
+            # a configuration from a file: nobody has checked it, and the next file needs the name
+            drop_in_settings(config, getattr(config, KEY), {}, KEY)
             config.attn_implementation = NAME
     if not tracing and attention_mask is not None:
         shape, sizes = [batch_size, int(q_offset) + T], [*attention_mask.shape]

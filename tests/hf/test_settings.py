@@ -23,6 +23,7 @@ MESSAGES = [
     (dict(branches=("window",)), r"branches must be \('selected',\), which the model decides"),
     (dict(causal=False), "causal must be True, which the model decides, got False"),
     (dict(soft_cap=3.0), "soft_cap must be None, which the model decides, got 3.0"),
+    (dict(scale=np.ones(2)), "scale must be None, which the model decides, got array"),
     (dict(compress_block_size=3), "must divide one another, got 64 and 3"),
     (dict(dim=32), "unexpected keyword argument 'dim'"),
     (dict(config={1: 2}), "unexpected keyword argument 1"),
@@ -62,6 +63,7 @@ def test_a_config_gives_settings():
     )
     form = dict(dim=32, dim_head=8, heads=4, kv_heads=2, branches=("selected",), causal=True)
     config = NSAConfig(**form, rank_rotated=True, compress_block_size=1, importance="max")
+    use_sparse_attention(model, dict(branches=["selected"]))  # as a file has it
     use_sparse_attention(model, config, num_selected_blocks=3, share_ranking=[np.int64(-2)])
     assert json.loads(model.config.to_json_string())["nsa_config"]["share_ranking"] == [0]
     assert model.config.nsa_config["num_selected_blocks"] == 3
@@ -111,6 +113,11 @@ def test_saved_models_keep_their_settings(tmp_path, monkeypatch):
         assert again.config._attn_implementation == "nsa"
         close(again(text).logits, expected)
         again.save_pretrained(tmp_path / "again")
+    for name, wrong in (("num_selected_block", 1), ("share_ranking", [1]), ("dense_length", "8")):
+        edited = load(tmp_path, nsa_config={name: wrong})
+        for _ in range(2):
+            with pytest.raises(ValueError, match=name):
+                edited(text)
     dense = use_dense_attention(again)
     assert dense.config._attn_implementation == "sdpa"
     dense.save_pretrained(tmp_path)
