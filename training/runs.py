@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from native_sparse_attention import Transformer
+from native_sparse_attention.checks import check_choice, check_device, refusal
 
 from . import ranks
 from .errors import RunError, UserError, reason
@@ -284,9 +285,10 @@ def load_model(
         FileNotFoundError: `path` is no directory of a run.
         ValueError: a file is damaged or of another run; the message names it.
     """
-    if which not in ("best", "last"):
-        raise ValueError(f"which must be 'best' or 'last', got {which!r}")
-    run = Path(path)
+    check_choice("which", which, ("best", "last"))
+    if not isinstance(path, (str, Path)):
+        raise refusal("path", "the directory of a run", path)
+    run, device = Path(path), check_device("device", device)
     config = read_config(run)
     # the loaded weights replace the random ones, whatever the defaults are
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):

@@ -217,8 +217,9 @@ def test_from_run(folder, run, which, name):
         said = bytes(tokens[0].tolist()).decode(errors="replace")
         assert text == f"12{printable(said)}\n"
     assert not hasattr(load_model(folder / "runs/wide").layers[0][0], "backend")  # it is dense
-    with pytest.raises(ValueError, match="which must be 'best' or 'last', got 'first'"):
-        load_model(run, which="first")
+    for name, bad in dict(which="first", device="nothing", path=None).items():
+        with pytest.raises(ValueError, match=f"{name} must be .*, got {bad!r}"):
+            load_model(**{"path": run, name: bad})
 
 
 def test_killed_before_its_first_checkpoint(folder, run):
