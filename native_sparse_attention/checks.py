@@ -207,11 +207,10 @@ def check_scale(scale: Any) -> float | None:
 def check_mask_value(mask_value: Any, dtype: torch.dtype) -> float:
     """Check a number other than NaN and inf; -inf if the dtype of the logits rounds it to
     -inf."""
-    number = check_number(
-        "mask_value", mask_value, "a number below inf", -math.inf, sys.float_info.max
-    )
-    smallest = torch.finfo(torch.promote_types(dtype, torch.float32)).min
-    return number if number >= smallest else -math.inf
+    limits = torch.finfo(torch.promote_types(dtype, torch.float32))
+    expected = f"a number up to {limits.max:.1e}"
+    number = check_number("mask_value", mask_value, expected, -math.inf, limits.max)
+    return number if number >= limits.min else -math.inf
 
 
 def check_hidden(name: str, factor: Any, width: int) -> int:

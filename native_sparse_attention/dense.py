@@ -163,6 +163,7 @@ def chunked_attention(
             masks.append(mask[:, :, rows, keys])
         if mask_mod is not None:
             allowed = mask_mod(b, h, i[rows], j[keys])
+            check_given(**{"what mask_mod returns": allowed})
             axes = dict(b=B, h=H, i=rows.stop - rows.start, j=keys.stop - keys.start)
             check_broadcasts("what mask_mod returns", allowed, (torch.bool,), q.device, **axes)
             masks.append(allowed[(None,) * (4 - allowed.ndim)])

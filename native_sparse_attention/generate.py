@@ -29,10 +29,11 @@ def check_prompt(prompt: Tensor, lengths: Sequence[int] | Tensor | None) -> list
 
 def check_stop(tokens: Any, num_tokens: int) -> list[int]:
     """Stop tokens, given as None, one token id or several, as a list of ids."""
-    tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-    if not isinstance(tokens, Iterable):
-        tokens = [] if tokens is None else [tokens]
-    return [check_int("stop_tokens", token, 0, num_tokens) for token in tokens]
+    if tokens is None:
+        return []
+    is_one = getattr(tokens, "ndim", None) == 0 or not isinstance(tokens, Iterable)
+    ids = [tokens] if is_one else tokens
+    return [check_int("stop_tokens", token, 0, num_tokens) for token in ids]
 
 
 def token_sampler(

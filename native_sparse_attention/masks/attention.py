@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..checks import (
     check_callable,
+    check_given,
     check_groups,
     check_same,
     check_scale,
@@ -60,6 +61,7 @@ def dense_attention(
     if score_mod is not None:
         b, h, i, j = (torch.arange(n, device=q.device) for n in (B, H, T, S))
         modified = score_mod(scores, b[:, None, None, None], h[:, None, None], i[:, None], j)
+        check_given(**{"what score_mod returns": modified})
         # flex_attention too takes scores of any dtype, and of mods that do not read the score
         scores = modified.to(scores.dtype).expand_as(scores)
     allowed = ~scores.isneginf()

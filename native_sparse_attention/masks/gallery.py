@@ -323,8 +323,8 @@ def register_lowering() -> None:
 
 
 def check_one_of(**values: object) -> None:
-    if sum(value is not None for value in values.values()) != 1:
-        got = "neither" if None in values.values() else "both"
+    if (count := sum(value is not None for value in values.values())) != 1:
+        got = "both" if count else "neither"
         raise ValueError(f"{' or '.join(values)} must be given, and not both, got {got}")
 
 

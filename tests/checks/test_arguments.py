@@ -377,6 +377,10 @@ REFUSED = {
         "stop_tokens must be an integer of at least 0 and below 32": dict(stop_tokens=32),
         "at least 0, got 1.5": dict(stop_tokens=[1.5]),
         "at least 0, got -1": dict(stop_tokens=-1),
+        "below 32, got array(40)": dict(stop_tokens=np.array(40)),
+        "got a torch.int64 tensor of shape [] on meta": dict(
+            stop_tokens=torch.ones(2, dtype=torch.long, device="meta")
+        ),
         "prompt_lengths must be integers": dict(prompt_lengths=[True, 5]),
         "one for each row, got [1.0, 5]": dict(prompt_lengths=[1.0, 5]),
         "prompt_lengths must be 2 integers between 1 and 16, the prompt's, got [5]": dict(
@@ -474,6 +478,7 @@ REFUSED = {
             mask_mod=lambda b, h, i, j: i + j
         ),
         "what mask_mod returns must broadcast to [b h i j]": dict(mask_mod=lambda *_: NINE),
+        "what mask_mod returns must be a tensor, got None": dict(mask_mod=lambda *_: None),
         "for T=5 and S=16": dict(q=torch.zeros(B, 5, H, D), segment_ids=IDS[:, :5]),
         "segment_ids.q must be integers of": dict(segment_ids=(torch.zeros(B, T), IDS)),
         "of shape [2, 16] on cpu, got": dict(segment_ids=nsa.SegmentIds(IDS, IDS[:, 1:])),
@@ -494,8 +499,10 @@ REFUSED = {
     "dense": {
         "heads=4 and kv_heads=3": dict.fromkeys("kv", torch.zeros(B, 3, T, D)),
         "v has S=7 but k has S=16": dict(v=torch.zeros(B, H, 7, D)),
+        "what score_mod returns must be a tensor, got 0.0": dict(score_mod=lambda *_: 0.0),
     },
     "mha backward": {
+        "mask_value must be a number up to 3.4e+38, got 1e+39": dict(mask_value=1e39),
         "do has E=3 but v has E=8": dict(do=torch.zeros(B, H, T, 3)),
         "l has T=3 but q has T=16": dict(l=torch.zeros(B, H, 3)),
     },

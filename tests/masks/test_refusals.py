@@ -30,6 +30,7 @@ BAD = [
     (lambda: masks.dilated_window(1, 0), "dilation must be an integer of at least 1, got 0"),
     (lambda: masks.document(), "document_ids or offsets must be given, and not both, got neither"),
     (lambda: masks.document(IDS, offsets=IDS), "document_ids or offsets .* got both"),
+    (lambda: masks.document(IDS.numpy()), "document_ids must be an integer tensor .* got array"),
     (lambda: masks.document(IDS > 0), "document_ids must be an integer tensor .* got a torch.bool"),
     (lambda: masks.document(offsets=torch.tensor([1, 4])), "offsets must hold 0 .* got .1, 4"),
     (lambda: masks.sasa(4, 4, 4), "kernel_height must be odd, .* got 4"),
