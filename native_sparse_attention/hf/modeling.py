@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -24,6 +25,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from ..attention import SparseAttention
 from ..checks import (
     INTEGER_DTYPES,
+    check_bool,
     check_choice,
     check_ids,
     check_int,
@@ -97,6 +99,10 @@ class NSAAttention(nn.Module):
         x, (B, T, _), layout = hidden_states, hidden_states.shape, None
         mask = NSAMask(T) if attention_mask is None else attention_mask
         mask = check_call(self, mask, (B, T), x.device, options)
+        positions: Any = options.get("position_ids")
+        is_traced = torch.compiler.is_compiling()
+        if positions is not None and not is_traced and positions.shape[-1:] != (T,):
+            raise refusal("position_ids", f"of {T} tokens", positions)
         ranking = self.ranking if ranking is None else ranking
         if cache is not None and ranking is not None:
             raise ValueError("past_key_values must be None while rankings learn: use_cache=False")
@@ -248,14 +254,18 @@ class NSAModel(NSAPreTrainedModel, LlamaModel):
         """As `LlamaModel.forward`. In training no cache is kept unless `use_cache` asks for it."""
         others = "cache", "past_key_values", "ranking", "return_dict", "shift_labels"
         check_keywords(arguments, [*TransformersKwargs.__annotations__, *others])
+        cache = arguments.get("cache", arguments.get("past_key_values"))
+        if not isinstance(cache, (Cache, type(None))):
+            raise refusal("past_key_values", "a Cache of transformers or None", cache)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and "ranking" not in arguments
+        use_cache = check_bool("use_cache", use_cache)
         if input_ids is not None:
             input_ids = check_ids("input_ids", input_ids, self.embed_tokens)
         if not isinstance(attention_mask, (Tensor, NSAMask, type(None))):
             raise refusal("attention_mask", "a tensor [B, S] or None", attention_mask)
         x = input_ids if inputs_embeds is None else inputs_embeds
-        has_cache = use_cache or arguments.get("cache", arguments.get("past_key_values"))
+        has_cache = use_cache or cache
         if not has_cache and attention_mask is None and position_ids is None and x is not None:
             attention_mask = NSAMask(x.shape[1], has_positions=True)  # nothing is packed
         return super().forward(

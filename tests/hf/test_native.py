@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from native_sparse_attention import NSAConfig
+from native_sparse_attention import KVCache, NSAConfig
 from native_sparse_attention.hf import (
     NSAForCausalLM,
     NSAModel,
@@ -109,6 +109,15 @@ def test_calls_of_another_form_are_refused():
         (dict(input_ids=text, labels="x"), r"labels must be integers of shape \[1, 12\]"),
         (dict(input_ids=text, shift_labels=text[0]), "shift_labels must be integers of shape"),
         (dict(input_ids=text, attention_mask="x"), "attention_mask must be a tensor"),
+        (
+            dict(input_ids=text, position_ids=torch.arange(5)[None]),
+            "position_ids must be of 12 tokens, got a",
+        ),
+        (dict(input_ids=text, use_cache="no"), "use_cache must be True or False, got 'no'"),
+        (
+            {"input_ids": text, CACHE: [KVCache()]},
+            "past_key_values must be a Cache of transformers",
+        ),
         *[
             (
                 dict(input_ids=text, labels=text, num_items_in_batch=n),
