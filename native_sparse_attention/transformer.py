@@ -31,6 +31,7 @@ from .checks import (
     check_input,
     check_int,
     check_ints,
+    check_keywords,
     check_layers,
     check_rows,
     check_share_ranking,
@@ -176,6 +177,8 @@ def layer_settings(
         name = RECOMMENDED if config is None else config
         check_choice("config", name, PRESETS)
         return NSAConfig.preset(name, **shape), {}
+    networks = "compress_mlp", "strategy_combine_mlp", "rotary_emb", "rope_theta", "inv_freq"
+    check_keywords(kwargs, (SETTINGS | {"norm", *networks}) - shape.keys())
     sizes: dict[str, Any] = dict(DEFAULT_SPARSE_ATTN)
     if "compress_block_size" in kwargs:
         del sizes["compress_block_sliding_stride"]

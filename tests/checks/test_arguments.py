@@ -361,6 +361,12 @@ REFUSED = {
         ),
         "below 1, got 3": dict(use_sparse_attn=True, local_layers=[3]),
         "local_layers must be empty with use_sparse_attn=False": dict(local_layers=[0]),
+        **{
+            f"unexpected keyword argument {name!r}": dict(
+                use_sparse_attn=True, sparse_attn_kwargs={name: True}
+            )
+            for name in ("use_triton_kernel", "causal", "softcap", 1)
+        },
     },
     "model": {
         "give torch.tensor(ids)": dict(ids=[[1, 2]]),
