@@ -81,6 +81,6 @@ def test_a_first_call_compiles_the_branches_side_by_side(monkeypatch):
     config = dataclasses.replace(CONFIG, dim_head=40)
     layer = SparseAttention.from_config(config, compress_mlp=MeanPool()).cuda()
     layer(torch.randn(1, 300, 64, device="cuda")).sum().backward()
-    # rotary embedding and the gates' gradient are operators of their own, compiled at their launch
+    # rotary embedding is an operator of its own, compiled at its launch
     at_launch = [name for name in threads if not name.startswith("nsa-compile")]
-    assert len(threads) - len(at_launch) > 10 and len(at_launch) <= 3
+    assert len(threads) - len(at_launch) > 10 and len(at_launch) <= 2

@@ -31,7 +31,7 @@ def attention(call: Call, config: AttentionConfig) -> tuple[Tensor, Tensor, Tens
     block indices [B T R n] of the selected branch. What there is none of is empty."""
     inputs, start = call.flat()
     if not needs_gradient(call):
-        out, lse, block_indices, *_ = attend(inputs, start, config.key)
+        out, lse, block_indices, *_ = attend(inputs, start, config.key, False)
         return out, lse, block_indices
     if torch.compiler.is_compiling():
         inputs = distinct(inputs)
@@ -52,7 +52,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, key: str, start: int, *inputs: Any) -> Any:
-        out, lse, block_indices, *saved_rows = attend(inputs, start, key)
+        out, lse, block_indices, *saved_rows = attend(inputs, start, key, True)
         ctx.key, ctx.start = key, start
         is_single = lse.ndim == 3
         ctx.save_for_backward(*inputs, block_indices, *((out, lse) if is_single else saved_rows))
@@ -86,7 +86,7 @@ class Attention(torch.autograd.Function):
 # operators
 
 
-def attend_fake(inputs: list[Any], start: int, key: str) -> list[Tensor]:
+def attend_fake(inputs: list[Any], start: int, key: str, trains: bool) -> list[Tensor]:
     from ...kernels.common import launch
 
     t, config = unflatten(inputs, start), config_of_key(key)
@@ -99,13 +99,16 @@ def attend_fake(inputs: list[Any], start: int, key: str) -> list[Tensor]:
     return [out, lse.new_empty(0), indices, *outs, *lses]
 
 
-@operator("attend(Tensor?[] inputs, SymInt start, str key) -> Tensor[]", fake=attend_fake)
-def attend(inputs, start, key):
+@operator(
+    "attend(Tensor?[] inputs, SymInt start, str key, bool trains) -> Tensor[]", fake=attend_fake
+)
+def attend(inputs, start, key, trains):
     """The output, the log-sum-exp of a single branch, the block indices; and of three branches,
-    unless `recompute`, their outputs and log-sum-exps."""
-    call = unflatten(inputs, start), config_of_key(key)
-    compile_first(forward, *call)
-    return forward(*call)
+    unless `recompute`, their outputs and log-sum-exps. `trains`: the first call compiles the
+    kernels of the backward too."""
+    t, config = unflatten(inputs, start), config_of_key(key)
+    compile_first(t, config, trains)
+    return forward(t, config)
 
 
 def preprocess_fake(d_out: Tensor, saved_rows: list[Tensor], gates: Tensor) -> list[Tensor]:
@@ -137,9 +140,8 @@ def attend_backward(d_outs, inputs, block_indices, saved_rows, is_needed, start,
     the log-sum-exp. `saved_rows`: the output and log-sum-exp of a single branch; or the
     log-sum-exps of three branches and the rows of `backward_preprocess`, which formed the gradient
     of the gates."""
-    call = unflatten(inputs, start), config_of_key(key), d_outs, block_indices, saved_rows
-    compile_first(backward, *call)
-    grads = backward(*call)
+    t, config = unflatten(inputs, start), config_of_key(key)
+    grads = backward(d_outs, t, block_indices, saved_rows, config)
     leaves = zip(DIFFERENTIABLE, inputs, is_needed, strict=False)
     chosen = [(grads[name], leaf) for name, leaf, needs_grad in leaves if needs_grad]
     return [grad.to(leaf.dtype).contiguous() for grad, leaf in chosen]
@@ -149,15 +151,15 @@ def attend_backward(d_outs, inputs, block_indices, saved_rows, is_needed, start,
 compiled: set[Any] = set()
 
 
-def compile_first(run: Callable[..., Any], t: Call, config: AttentionConfig, *args: Any) -> None:
-    """At the first call of `run` (`forward` or `backward`) with these settings, widths and
-    power-of-two range of lengths, compile its kernels in parallel: one by one, at their launches,
-    they take several times as long."""
+def compile_first(t: Call, config: AttentionConfig, trains: bool) -> None:
+    """At the first call of these settings, widths and power-of-two range of lengths, compile its
+    kernels in parallel: one by one, at their launches, they take several times as long."""
     if not t.q.is_cuda:
         return
-    widths = tuple(x.shape[2:] if isinstance(x, Tensor) else None for x in t)
+    tensors = (x if isinstance(x, Tensor) else None for x in t)
+    widths = tuple(None if x is None else x.shape[2:] for x in tensors)
     is_packed = t.documents is not None
-    kind = run, config, t.q.dtype, t.q.device, t.q.shape[1].bit_length(), widths, is_packed
+    kind = config, trains, t.q.dtype, t.q.device, t.q.shape[1].bit_length(), widths, is_packed
     if kind in compiled:
         return
     from ...kernels.common import precompile
@@ -165,9 +167,19 @@ def compile_first(run: Callable[..., Any], t: Call, config: AttentionConfig, *ar
     if precompile.active_mode.get() or torch.cuda.is_current_stream_capturing():
         return
     compiled.add(kind)
+
+    def dry_run() -> None:
+        out, lse, block_indices, *saved_rows = forward(t, config)
+        if trains:
+            d_out = torch.empty_like(out)
+            if saved_rows:
+                rows = backward_preprocess(d_out, saved_rows, t.branch_gates)[1:]
+                saved_rows = [*saved_rows[3:], *rows]
+            backward([d_out, None], t, block_indices, saved_rows or [out, lse], config)
+
     # out of memory: kernels compile at their launch instead
     with contextlib.suppress(torch.OutOfMemoryError):
-        precompile.compile_ahead(lambda: run(t, config, *args))
+        precompile.compile_ahead(dry_run)
 
 
 # launches
@@ -188,8 +200,8 @@ def forward(t: Call, config: AttentionConfig) -> list[Tensor]:
 
 
 def backward(
-    t: Call, config: AttentionConfig, d_outs: list[Any], block_indices: Tensor,
-    saved_rows: list[Tensor],
+    d_outs: list[Any], t: Call, block_indices: Tensor, saved_rows: list[Tensor],
+    config: AttentionConfig,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Gradients by the names of the inputs."""
     from ...kernels import combine
