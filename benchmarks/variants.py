@@ -61,13 +61,14 @@ SMALL: Settings = dict(
 # 1 initial, 8 local and 16 ranked blocks of 64 tokens: 1600 keys, the preset of long sequences
 LARGE: Settings = dict(WIDE, num_selected_blocks=16)
 INDEX: Settings = dict(importance="index", ranking_queries=64)
+ANY_HEAD: Settings = dict(importance="head_max", ranking_bits=8)
 # what costs less than a score of every token, head group and layer
 STAGES: Settings = dict(
     num_selected_groups=16, compress_block_size=16, compress_block_sliding_stride=16
 )
 RANKINGS: dict[str, Settings] = {
     "any head": dict(importance="head_max"),
-    "any head, 8 bits": dict(importance="head_max", ranking_bits=8),
+    "any head, 8 bits": ANY_HEAD,
     "any head, R = 4": dict(importance="head_max", selection_stride=4),
     "any head, two stages": dict(importance="head_max", **STAGES),
     "R = 4": dict(selection_stride=4),
@@ -77,6 +78,8 @@ RANKINGS: dict[str, Settings] = {
     "one ranking for 4 layers": dict(share_ranking=4),
     "index of 32": dict(INDEX, index_dim=32),
     "any head, layers 2 and 4 local": dict(importance="head_max", local_layers=[1, 3]),
+    "any head, 8 bits, layers 2 and 4 local": dict(ANY_HEAD, local_layers=[1, 3]),
+    "any head, 8 bits, layers 1 and 3 local": dict(ANY_HEAD, local_layers=[0, 2]),
     "index of 32, layers 2 and 4 local": dict(INDEX, index_dim=32, local_layers=[1, 3]),
 }
 
