@@ -127,19 +127,27 @@ def produce(q, k, v, unions, ring, F: gl.constexpr):
 
 @gluon.jit
 def fold(q, k_tile, v_tile, acc, m, l, scale_log2):
-    """`primitives.scaled_step` of a block of keys and values, SLICE keys at a time."""
+    """`primitives.scaled_step` of a block of keys and values, by products of SLICE keys."""
     MMA: gl.constexpr = acc.type.layout
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    for i in gl.static_range(k_tile.shape[0] // SLICE):
+    SLICES: gl.constexpr = k_tile.shape[0] // SLICE
+    zero, logits = gl.zeros([q.shape[0], SLICE], gl.float32, MMA), ()
+    for i in gl.static_range(SLICES):
         keys = k_tile.slice(i * SLICE, SLICE, 0).permute((1, 0)).load(RIGHT)
-        x = mma_v2(q, keys, gl.zeros([q.shape[0], SLICE], gl.float32, MMA))
-        m_old = m
-        m = gl.maximum(m, gl.max(x, 1) * scale_log2)
-        origin = gl.where(m == float("-inf"), 0.0, m)
-        p, alpha = gl.exp2(x * scale_log2 - origin[:, None]), gl.exp2(m_old - origin)
-        acc, l = acc * alpha[:, None], l * alpha + gl.sum(p, 1)
+        logits += (mma_v2(q, keys, zero),)
+    top = logits[0]
+    for i in gl.static_range(1, SLICES):
+        top = gl.maximum(top, logits[i])
+    m_old, m = m, gl.maximum(m, gl.max(top, 1) * scale_log2)
+    origin = gl.where(m == float("-inf"), 0.0, m)
+    alpha = gl.exp2(m_old - origin)
+    acc, p_sum = acc * alpha[:, None], zero
+    for i in gl.static_range(SLICES):
+        p = gl.exp2(logits[i] * scale_log2 - origin[:, None])
+        p_sum += p
         values = v_tile.slice(i * SLICE, SLICE, 0).load(RIGHT)
         acc = mma_v2(gl.convert_layout(p.to(q.dtype), q.type.layout), values, acc)
+    l = l * alpha + gl.sum(p_sum, 1)
     return acc, m, l
 
 
