@@ -222,9 +222,10 @@ class ContextParallel:
     def gather(self, x: Tensor) -> Tensor:
         """All tokens in order, [b h (N n) d], of those of each rank [b h n d]. The gradients of all
         ranks are summed in a fixed order."""
-        shards = all_gather(x.contiguous(), 0, self.group)
-        head, tail = shards.unflatten(0, (self.size, -1)).unflatten(3, (2, -1)).unbind(3)
-        return torch.cat((*head.unbind(), *tail.flip(0).unbind()), dim=2)
+        # [2 b h c d]: chunks of one rank after the other make the backward one copy
+        chunks = x.unflatten(2, (2, -1)).movedim(2, 0).contiguous()
+        heads_tails = all_gather(chunks, 0, self.group).unbind()
+        return torch.cat((*heads_tails[::2], *heads_tails[:0:-2]), dim=2)
 
     def halos(self, chunks: Tensor, size: int) -> Tensor:
         """The `size` tokens before each of this rank's chunks [b h 2 c d]: [b h 2 size d], zeros
@@ -271,9 +272,10 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor | None]:
         """`branches.attend` of the queries [b n h d] of each chunk, at their positions."""
         size, results = call.q.shape[1] // 2, []
+        halves = {n: t.chunk(2, 1) for n in QUERIES if (t := getattr(call, n)) is not None}
         for i, chunk in enumerate(self.chunks):
             own = slice(i * size, (i + 1) * size)
-            rows = {n: t[:, own] for n in QUERIES if (t := getattr(call, n)) is not None}
+            rows = {name: parts[i] for name, parts in halves.items()}
             documents = reference.slice_documents(call.documents, own)
             part = call.but(**rows, documents=documents, q_offset=chunk * size)
             results.append(branches.attend(part, config, backend, keep_slots))
