@@ -217,8 +217,8 @@ def backward(
         else:
             d_out = aligned(d_outs[0])
             if config.recompute:
-                # in autograd's thread CUDA may have no context yet, which TMA descriptors need
-                torch.cuda.is_current_stream_capturing()
+                if d_out.is_cuda:  # TMA descriptors need a context; a new thread has none
+                    torch.cuda.set_device(d_out.device)
                 outs, lses, _ = forward_branches(t._replace(block_indices=block_indices), config)
                 results = combine.backward(d_out, outs, lses, t.branch_gates)
                 grads["branch_gates"], gated, delta = results
