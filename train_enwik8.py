@@ -70,6 +70,7 @@ SETTINGS: Table = {
         "logits",
         "how blocks are ranked",
     ),
+    "ranking_bits": (count, 16, 16, "of the numbers that rank, 8 or 16"),
     "selection_stride": (count, 1, 1, "R, neighbouring tokens that share a selection"),
     "local_layers": (
         layer_indices,

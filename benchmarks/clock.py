@@ -33,17 +33,17 @@ from native_sparse_attention.presets import preset
 
 from . import common, generation, oracle
 from .common import NO_ROWS, Row, WrongResult
+from .scaling import MEAN_QUERY
 
 PAGE = common.ROOT / "docs" / "performance.md"
 PLOT = common.ROOT / "docs" / "images" / "clock.png"
 
 MEANS = dict(importance="logits", compress_block_size=32, compress_block_sliding_stride=16)
-ANY_HEAD: dict[str, Any] = dict(importance="head_max", ranking_bits=8)
 # of each form the preset and what replaces its settings
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("one-softmax", dict(num_selected_blocks=0)),
     "one softmax": ("one-softmax", {}),
-    "one softmax, any head, 8 bits": ("one-softmax", ANY_HEAD),
+    "one softmax, mean query": ("one-softmax", MEAN_QUERY),
     "one softmax, ranked by means": ("one-softmax", MEANS),
     "three branches": ("paper", dict(
         importance="logits", branch_kv="shared", compress_mlp=MeanPool()
@@ -54,13 +54,13 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 DROP_IN: dict[str, dict[str, Any]] = {
     "dense": {},
     "one softmax": {},
-    "one softmax, any head, 8 bits": ANY_HEAD,
+    "one softmax, mean query": MEAN_QUERY,
     "one softmax, ranked by means": MEANS,
 }
 HEADS = {"layer, 32/8": (32, 8), "layer, 64/4": (64, 4)}
 SUBJECTS = (*HEADS, "transformer", "llama")
 CHARTED = "transformer"
-LINES = ("dense", "one softmax", "one softmax, ranked by means", "three branches")
+LINES = ("dense", "one softmax, mean query", "one softmax, ranked by means", "three branches")
 LAYER = dict(dim=4096, dim_head=128, causal=True)
 MODEL = dict(num_tokens=256, dim=2048, depth=4, heads=16, kv_heads=4, dim_head=128, causal=True)
 QUICK: dict[str, dict[str, Any]] = {

@@ -52,7 +52,7 @@ from .common import Row, WrongResult
 from .scaling import HEADS, MODEL
 
 PAGE = common.ROOT / "docs" / "scaling.md"
-FORMS = ("one softmax", "three branches")
+FORMS = ("one softmax, mean query", "three branches")
 MODES = ("one", "dp", "cp")
 SMALL = dict(dim=64, depth=2, heads=4, kv_heads=2, dim_head=16)
 LENGTHS, LAYER_LENGTH = (65536, 262144), 2**20
@@ -148,7 +148,7 @@ def make_step(mode: str, T: int, rows: int, quick: bool, device: torch.device) -
     sizes: dict[str, Any] = {**MODEL, **(SMALL if quick else {})}
     with device:
         net: Any = Transformer(
-            **sizes, use_sparse_attn=True, sparse_attn_kwargs=settings_of("one softmax", T)
+            **sizes, use_sparse_attn=True, sparse_attn_kwargs=settings_of(FORMS[0], T)
         )
     mesh = mesh_of(mode, device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -27,8 +27,9 @@ from .common import Row
 
 HEADS = dict(heads=32, kv_heads=4, dim_head=128)
 MODEL = dict(num_tokens=256, dim=2048, depth=16, causal=True, **HEADS)
+MEAN_QUERY: dict[str, Any] = dict(importance="max", ranking_bits=16)
 
-# FLOP/s of an H200, whose limit is 794e12 in bf16: least squares over the rows of one softmax in
+# FLOP/s of an H200, whose limit is 794e12 in bf16: least squares over the rows of the mean query in
 # results/clock.jsonl from 16k tokens on, all within 15%. "projections": with norms and activations
 RATES = dict(projections=412e12, attention=707e12, ranking=390e12)
 # bytes/s that a GPU sends: NVLink 4 in one direction, and a 400 Gb/s adapter for each GPU of a node
@@ -49,7 +50,7 @@ LINES: dict[str, tuple[int, int | None, int, int]] = {
 
 @functools.cache
 def model_of(T: int) -> Any:
-    settings: dict[str, Any] = dict(MODEL, sparse_attn_kwargs=preset("one-softmax", T))
+    settings: dict[str, Any] = dict(MODEL, sparse_attn_kwargs=preset("one-softmax", T, MEAN_QUERY))
     with torch.device("meta"):
         return Transformer(use_sparse_attn=True, **settings)
 

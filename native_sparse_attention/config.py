@@ -31,7 +31,7 @@ from .checks import (
     check_scale,
     refusal,
 )
-from .presets import RECOMMENDED, preset
+from .presets import BY_KEYS, NEEDED, RECOMMENDED, WITHOUT_COMPRESSED, preset
 
 # settings that the contents of a cache depend on; RANKED_GEOMETRY if it holds shared rankings
 GEOMETRY = (
@@ -52,22 +52,6 @@ GIVEN: dict[str, Any] = dict(
 # what a layer that ranks no blocks has in place of a ranking
 LOCAL: dict[str, Any] = dict(num_selected_blocks=0, use_diff_topk=False, dense_length=0)
 
-# what settings go with, where they are not at their defaults
-BY_KEYS = "max", "head_max", "logits"
-WITHOUT_COMPRESSED = ("selected",), ("window",), ("selected", "window")
-NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "interpolated_importance_score": dict(importance=("logits",)),
-    "use_diff_topk": dict(importance=IMPORTANCE_RULES),
-    "dense_length": dict(branches=(("selected",),)),
-    "ranking_bits": dict(
-        importance=("max", "head_max"), causal=(True,), use_diff_topk=(False,),
-        num_selected_groups=(0,), branches=WITHOUT_COMPRESSED,
-    ),
-    "num_selected_groups": dict(
-        importance=BY_KEYS, causal=(True,), use_diff_topk=(False,),
-        interpolated_importance_score=(False,), selection_stride=(1,), branches=WITHOUT_COMPRESSED,
-    ),
-}  # fmt: skip
 # of layers, and of those that rank by an index
 LAYER_NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
     "rank_rotated": dict(branches=WITHOUT_COMPRESSED),
@@ -452,7 +436,7 @@ class NSAConfig(AttentionConfig):
             settings: other settings, dim, dim_head and heads among them, and those that replace
                 settings of the preset.
         """
-        return cls(**preset(name, length, settings))
+        return cls(**preset(name, length, dict(causal=False) | settings))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,6 +1,6 @@
 """Named settings, with sizes by the length of the sequences. docs/training.md compares the forms,
 which are variants of benchmarks/variants.py: at 8,192 tokens "short-windows" is "MLP over windows
-of 8", and "one-softmax" with dense_length=0 is "1088 keys, blocks of 32"."""
+of 8", and "one-softmax" with dense_length=0 is "1088 keys, blocks of 32, any head, 8 bits"."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .blocks import GROUP
-from .checks import as_int, check_branches, check_choice, check_int
+from .checks import IMPORTANCE_RULES, as_int, check_branches, check_choice, check_int
 
 # of `NSAConfig` without sizes, `Transformer` and `NSAModelConfig`
 RECOMMENDED = "one-softmax"
@@ -34,12 +34,30 @@ FORMS: dict[str, tuple[Sizes, dict[str, Any]]] = {
         num_initial_blocks=1, num_local_blocks=2, num_selected_blocks=6,
     )),
     "one-softmax": (ONE_SOFTMAX, dict(
-        branches=("selected",), importance="max", rank_rotated=True, num_selected_blocks=16,
+        branches=("selected",), importance="head_max", ranking_bits=8, rank_rotated=True,
+        num_selected_blocks=16,
         # up to here blocks gain little time, or lose some (docs/performance.md)
         dense_length=8192,
     )),
 }  # fmt: skip
 PRESETS = tuple(FORMS)
+
+# what settings go with, where they are not at their defaults
+BY_KEYS = "max", "head_max", "logits"
+WITHOUT_COMPRESSED = ("selected",), ("window",), ("selected", "window")
+NEEDED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "interpolated_importance_score": dict(importance=("logits",)),
+    "use_diff_topk": dict(importance=IMPORTANCE_RULES),
+    "dense_length": dict(branches=(("selected",),)),
+    "ranking_bits": dict(
+        importance=("max", "head_max"), causal=(True,), use_diff_topk=(False,),
+        num_selected_groups=(0,), branches=WITHOUT_COMPRESSED,
+    ),
+    "num_selected_groups": dict(
+        importance=BY_KEYS, causal=(True,), use_diff_topk=(False,),
+        interpolated_importance_score=(False,), selection_stride=(1,), branches=WITHOUT_COMPRESSED,
+    ),
+}  # fmt: skip
 
 
 def preset(
@@ -54,13 +72,22 @@ def preset(
     settings: dict[str, Any] = {
         key: size for key, size in zip(SIZES, sizes, strict=False) if size is not None
     }
-    settings = form | settings | changes
-    if "dense_length" in settings.keys() - changes:
-        # left out where settings that replace those of the preset exclude it
-        stride = max(1, as_int(settings.get("selection_stride")) or 1)
-        if as_int(settings.get("num_selected_groups")):
-            stride = GROUP * max(1, as_int(settings["selection_block_size"]) or 1)
-        is_one_softmax = check_branches(settings["branches"]) == ("selected",)
-        if not is_one_softmax or settings["dense_length"] % stride:
-            del settings["dense_length"]
+    return completed(form | settings, changes)
+
+
+def completed(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by default, replaced by others. A dense length and 8 bits are left out where the
+    others exclude them."""
+    settings = {**defaults, **changes}
+    known = dict(settings)
+    if "branches" in known:
+        known["branches"] = check_branches(known["branches"])
+    stride = max(1, as_int(settings.get("selection_stride")) or 1)
+    if as_int(settings.get("num_selected_groups")):
+        stride = GROUP * max(1, as_int(settings["selection_block_size"]) or 1)
+    for name in {"dense_length", "ranking_bits"} & (settings.keys() - changes.keys()):
+        needed = NEEDED[name].items()
+        is_excluded = any(known.get(other, values[0]) not in values for other, values in needed)
+        if is_excluded or (name == "dense_length" and settings[name] % stride):
+            del settings[name]
     return settings

@@ -106,6 +106,21 @@ def test_every_preset_makes_a_layer(name, length):
     assert NSAConfig.preset(name, length, **SHAPE, num_selected_blocks=3).num_selected_blocks == 3
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(importance="logits"), dict(importance="index"), dict(num_selected_groups=2),
+        dict(use_diff_topk=True), dict(causal=False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_8_bits_go_where_other_settings_exclude_them(change):
+    assert NSAConfig.preset("one-softmax", **SHAPE).ranking_bits == 8
+    assert NSAConfig.preset("one-softmax", **SHAPE | change).ranking_bits == 16
+    with pytest.raises(ValueError, match="ranking_bits"):
+        NSAConfig.preset("one-softmax", **SHAPE | change, ranking_bits=8)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_lengths_after_which_sizes_of_presets_grow(name):
     lengths = 512, 1024, 2048, 4096, 8192, 16384, 32768

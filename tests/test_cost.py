@@ -122,7 +122,7 @@ def test_operations_against_the_benchmarks():
     assert costs.sparse.step_bytes < costs.dense.step_bytes / 2
 
 
-@pytest.mark.parametrize("T", [64, 65])
+@pytest.mark.parametrize("T", [64, 97])
 @pytest.mark.parametrize(("name", "stride"), [*((name, 1) for name in PRESETS), (ONE_SOFTMAX, 4)])
 def test_presets_against_torch(name, stride, T):
     """At `dense_length` and above. SDPA counts the upper triangle too, eager PyTorch tiles."""

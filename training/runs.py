@@ -58,7 +58,7 @@ SHAPE = ("dim", "depth", "heads", "kv_heads", "dim_head", "ff_expansion_factor")
 SPARSE = (
     *("sliding_window_size", "compress_block_size", "compress_block_sliding_stride"),
     *("selection_block_size", "num_selected_blocks", "num_initial_blocks", "num_local_blocks"),
-    *("importance", "selection_stride", "backend"),
+    *("importance", "ranking_bits", "selection_stride", "backend"),
 )
 
 

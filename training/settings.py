@@ -33,7 +33,8 @@ def new_settings(given: Namespace, table: Table) -> Namespace:
         attention = "sparse" if length < ONE_SOFTMAX_FROM else "one-softmax"
     sizes: dict[str, Any] = {}
     if attention == "one-softmax":
-        sizes = preset("one-softmax", length)
+        ranking = {name: value for name, value in vars(given).items() if name == "importance"}
+        sizes = preset("one-softmax", length, ranking)
     usual |= {name: value for name, value in sizes.items() if name in table}
     usual |= vars(given) | dict(attention=attention)
     if usual["local_layers"] == "auto":
@@ -69,7 +70,8 @@ def open_run(run: Path, given: Namespace, table: Table) -> tuple[Namespace, dict
     A change of a setting that cannot change is a UserError.
     """
     path, config = run / CONFIG, read_config(run)
-    saved = {"local_layers": "none"} | dict(config["settings"])  # which older runs do not have
+    # which older runs do not have
+    saved = {"local_layers": "none", "ranking_bits": 16} | dict(config["settings"])
     if odd := sorted(saved.keys() ^ table.keys()):
         what = "has no setting" if odd[0] in table else "has an unknown setting"
         raise UserError(f"{path} {what} {odd[0]!r}")

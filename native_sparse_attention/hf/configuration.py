@@ -24,7 +24,7 @@ from ..checks import (
     refusal,
 )
 from ..config import GIVEN, LOCAL, AttentionConfig, NSAConfig
-from ..presets import PRESETS, RECOMMENDED, preset
+from ..presets import PRESETS, RECOMMENDED, completed, preset
 from ..ranking import WEIGHTS
 
 # the name of the attention implementation
@@ -76,7 +76,7 @@ def layer_config(
     check_keywords(values, defaults)
     if "compress_block_size" in values:
         values.setdefault("compress_block_sliding_stride", None)
-    return NSAConfig(**NO_SIZES | {**defaults, **values, **fixed})
+    return NSAConfig(**NO_SIZES | completed(defaults, {**values, **fixed}))
 
 
 def drop_in_config(config: Any) -> AttentionConfig:

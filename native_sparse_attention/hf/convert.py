@@ -42,7 +42,7 @@ FAMILIES = [
 FIXED = {"scale", "soft_cap", "attention_sinks", "compress_mlp_expand_factor"}
 SETTINGS = {name: value for name, value in configuration.SETTINGS.items() if name not in FIXED}
 # tokens rank blocks by learned queries and keys
-ONE_SOFTMAX: dict[str, Any] = preset("one-softmax", user_settings=dict(importance="index"))
+ONE_SOFTMAX: dict[str, Any] = preset("one-softmax") | dict(importance="index")
 BRANCHES = preset("paper", None, dict(branch_kv="shared", sliding_window_size=512))
 
 

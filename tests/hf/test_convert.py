@@ -34,7 +34,7 @@ def test_learned_ranking_begins_with_the_mean_query_of_a_group():
     model, (text,) = tiny("Granite"), prompts(40)
     converted = convert(copy.deepcopy(model), **SPARSE)
     ranked = convert(copy.deepcopy(model), **SPARSE | dict(importance="max"))
-    use_sparse_attention(model, **SPARSE)
+    use_sparse_attention(model, importance="max", **SPARSE)
     close(converted(text).logits, model(text).logits)
     readings = []
     for one in (converted, ranked):

@@ -32,7 +32,7 @@ def test_a_layer_reads_what_another_ranked(form):
     modules = [SimpleNamespace(config=model.config, layer_idx=i) for i in range(4)]
     outs = [attention(module, *qkv, mask)[0] for module, qkv in zip(modules, inputs)]
     sizes = dict(sliding_window_size=0, compress_block_size=1, compress_block_sliding_stride=1)
-    settings = settings | sizes | dict(branches=("selected",), importance="max")
+    settings = settings | sizes | dict(branches=("selected",), importance="head_max")
     for i, (q, k, v) in enumerate([t.transpose(1, 2) for t in qkv] for qkv in inputs):
         if i % 2 == 0:
             call = q, k, v, k, None, None
@@ -73,7 +73,7 @@ def test_windows():
     assert model.config.nsa_config["share_ranking"] == [1]
     converted = models.tiny("Gemma3", num_hidden_layers=4, layer_types=kinds)
     converted.load_state_dict(state)
-    hf.convert(converted, **models.SPARSE, importance="max", share_ranking=[np.int64(1)])
+    hf.convert(converted, **models.SPARSE, importance="head_max", share_ranking=[np.int64(1)])
     assert json.loads(converted.config.to_json_string())["nsa_converted"]["share_ranking"] == [1]
     models.close(converted(ids).logits, model(ids).logits)
     expected = r"must begin with layer 1 and leave out layers that select no blocks, got \[0\]"

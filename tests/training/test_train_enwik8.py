@@ -142,6 +142,8 @@ def test_attention_and_layers_that_rank_nothing(given, attention, local):
     if attention == "sparse":
         sizes = {name: row[1] for name, row in script.SETTINGS.items() if "block" in name}
     assert all(vars(cfg)[name] == sizes[name] for name in vars(cfg).keys() & sizes.keys())
+    given = Namespace(device="cpu", **dict(depth=6) | given, importance="logits")
+    assert new_settings(given, script.SETTINGS).ranking_bits == 16
 
 
 def test_sample_streams_text_that_repeats(trained):

@@ -213,7 +213,7 @@ def test_gguf_file(folder, tmp_path, capsys):
     assert call(folder, path, "--settings", json.dumps(SPARSE), "--out", out) == 0
     data = content_of(out.read_text())
     assert shown(data["texts"]) == TEXT
-    hf.convert(model, importance="max", **SPARSE)
+    hf.convert(model, importance="head_max", **SPARSE)
     ids = byte_level()(TEXT, add_special_tokens=False)["input_ids"]
     expected = content_of(page(model, ids, data["texts"], model_kwargs=dict(use_cache=False)))
     assert [one["blocks"] for one in data["layers"]] == [
