@@ -105,6 +105,7 @@ VARIANTS: dict[str, Settings] = {
     "MLP over windows of 8, 8 apart": dict(SHORT, compress_block_sliding_stride=8),
     "1600 keys, blocks of 64": LARGE,
     "1600 keys, blocks of 64, layers 2 and 4 local": dict(LARGE, local_layers=[1, 3]),
+    **{f"1088 keys, {name}": WIDE | ranking for name, ranking in RANKINGS.items()},
     **{f"1088 keys, blocks of 32, {name}": SMALL | ranking for name, ranking in RANKINGS.items()},
     **{f"1600 keys, blocks of 64, {name}": LARGE | ranking for name, ranking in RANKINGS.items()},
 }
