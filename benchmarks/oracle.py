@@ -257,13 +257,26 @@ def block_weights(setting: Setting, importance: str, num_windows: int, like: Ten
     return shared.clamp(min=0).to(like) / c.d
 
 
+def integers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The 8-bit integers of x [n m d], in fp32, and what one of them is worth for each of n."""
+    x = x.float()
+    size = x.abs().amax((1, 2), keepdim=True) * (1 / 127)
+    return (x / size).round().nan_to_num(), size[:, 0, 0]
+
+
 def block_scores(setting: Setting, importance: str, q: Tensor, ck: Tensor, i: Tensor) -> Tensor:
     """Importance [r c] of every block for queries q [r g d] at positions i; d divides s."""
-    if importance == "max":
+    if importance in ("max", "head_max"):
         blocks = max(1, len(ck) * setting.d // setting.s)
         whole = ck[: blocks * setting.s // setting.d].unflatten(0, (blocks, -1))
-        sim = torch.einsum("rd,cwd->rcw", q.mean(1), whole)
-        return sim.to(torch.promote_types(sim.dtype, torch.float32)).amax(-1) * setting.D**-0.5
+        asks, size = q.mean(1, keepdim=True) if importance == "max" else q, q.new_ones(())
+        if setting.bits == 8:
+            asks, (whole, size) = integers(asks)[0], integers(whole)
+        found = []
+        for ask in asks.unbind(1):
+            sim = torch.einsum("rd,cwd->rcw", ask, whole)
+            found.append(sim.to(torch.promote_types(sim.dtype, torch.float32)).amax(-1))
+        return torch.stack(found).amax(0) * size * setting.D**-0.5
     sim = torch.einsum("rgd,wd->rgw", q, ck)
     sim = sim.to(torch.promote_types(sim.dtype, torch.float32)) * setting.D**-0.5
     if importance == "logits":

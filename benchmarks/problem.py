@@ -31,6 +31,7 @@ class Setting:
     w: int = 511
     stride: int = 1
     groups: int = 0  # that a first stage of ranking keeps
+    bits: int = 16  # of the numbers that rank
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -59,6 +60,7 @@ class Setting:
             **self.forced,
             # which older commits, which `against` times, do not know
             **({"num_selected_groups": self.groups} if self.groups else {}),
+            **({"ranking_bits": self.bits} if self.bits != 16 else {}),
         )
 
     def row(self) -> dict[str, Any]:

@@ -100,6 +100,7 @@ class Form:
 
     windows:  l and d; windows are means of keys
     groups:   that a first stage keeps by windows; their blocks rank by tokens
+    bits:     of the numbers that rank
     index:    ranked by queries of its own, one for each KV head, and by keys of one head
     """
 
@@ -107,13 +108,15 @@ class Form:
     windows: tuple[int, int]
     index: bool = False
     groups: int = 0
+    bits: int = 16
 
     def sized(self, setting: Setting) -> Setting:
         (l, d), n = self.windows, min(8, setting.n)
         local = max(4, n // 4 * 4) if self.groups else n
         sizes: dict[str, Any] = dict(s=setting.s, n=n, initial=1, local=local)
         groups = min(self.groups, setting.n)
-        return dataclasses.replace(setting, l=l, d=d, w=0, groups=groups, **sizes)
+        sizes |= dict(groups=groups, bits=self.bits)
+        return dataclasses.replace(setting, l=l, d=d, w=0, **sizes)
 
 
 class OneSoftmax(Ours):
@@ -150,6 +153,7 @@ ONE_SOFTMAX: dict[str, Form] = {
     "one-softmax": Form("logits", (32, 16)),
     "one-softmax-max4": Form("max", (4, 4)),
     "one-softmax-max": Form("max", (1, 1)),
+    "one-softmax-heads": Form("head_max", (1, 1), bits=8),
     "one-softmax-index": Form("max", (32, 16), index=True),
     "one-softmax-stages": Form("max", (16, 16), groups=16),
 }

@@ -16,8 +16,8 @@ MODULES = {name: importlib.import_module(f"benchmarks.{name}") for name in NAMES
 FAST = ["--seconds", "1e-4"]
 # module, options, fields of every row that was measured, how many rows were
 QUICK = [
-    ("attention", FAST, ["p50_ms", "error_share"], 28),
-    ("decode", [*FAST, "--new", "1", "2"], ["p50_us", "error_share"], 18),
+    ("attention", FAST, ["p50_ms", "error_share"], 32),
+    ("decode", [*FAST, "--new", "1", "2"], ["p50_us", "error_share"], 20),
     ("distillation", [], ["loss", "above", "found"], 6),
     pytest.param(
         "generation", [], ["prefill_ms", "dynamic_tokens_per_s"], 7, marks=pytest.mark.slow
