@@ -230,7 +230,10 @@ def train(given: Namespace, held: ExitStack, progress: dict[str, int]) -> int:
     if start >= cfg.steps:
         print(f"{given.resume} is finished at step {start}; a larger --steps goes on")
         return 0
-    config = {"settings": vars(cfg), "data": about, "parameters": parameters}
+    # a run keeps the names that it began with, since its checkpoints know it by its settings
+    names = config.get("settings", vars(cfg)).keys()
+    settings = {name: value for name, value in vars(cfg).items() if name in names}
+    config = {"settings": settings, "data": about, "parameters": parameters}
     run = Path()  # only the first process writes
     ranks.wait()
     if ranks.is_first():

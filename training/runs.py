@@ -54,6 +54,8 @@ CHANGEABLE = {
     *("backend", "device", "threads", "steps", "compile", "activation_checkpointing", "data"),
     *("sample_every", "sample_length", "save_every", "keep"),
 }
+# settings that older runs do not have, and what they trained with
+ADDED: dict[str, Any] = {"local_layers": "none", "ranking_bits": 16}
 SHAPE = ("dim", "depth", "heads", "kv_heads", "dim_head", "ff_expansion_factor")
 SPARSE = (
     *("sliding_window_size", "compress_block_size", "compress_block_sliding_stride"),
@@ -148,11 +150,12 @@ def identity(config: Mapping[str, Any]) -> str:
 
 def model_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of Transformer from the settings of a run."""
+    settings = ADDED | dict(settings)
     sparse = settings["attention"] != "dense"
     sizes: dict[str, Any] = {name: settings[name] for name in SPARSE}
     if settings["attention"] == "one-softmax":
         sizes |= dict(branches=("selected",), rank_rotated=True)
-    local = settings.get("local_layers", "none")
+    local = settings["local_layers"]
     return {
         "num_tokens": 256,
         "use_sparse_attn": sparse,

@@ -14,7 +14,7 @@ from native_sparse_attention.presets import preset
 
 from .errors import UserError
 from .options import Table, option
-from .runs import CHANGEABLE, CONFIG, locked, read_config
+from .runs import ADDED, CHANGEABLE, CONFIG, locked, read_config
 
 # tokens of a sequence from which on one softmax is the attention of a new run: in shorter ones all
 # of it would be dense; and from which on a third of its layers rank nothing
@@ -70,8 +70,7 @@ def open_run(run: Path, given: Namespace, table: Table) -> tuple[Namespace, dict
     A change of a setting that cannot change is a UserError.
     """
     path, config = run / CONFIG, read_config(run)
-    # which older runs do not have
-    saved = {"local_layers": "none", "ranking_bits": 16} | dict(config["settings"])
+    saved = ADDED | dict(config["settings"])
     if odd := sorted(saved.keys() ^ table.keys()):
         what = "has no setting" if odd[0] in table else "has an unknown setting"
         raise UserError(f"{path} {what} {odd[0]!r}")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -191,6 +192,23 @@ def test_a_run_may_move_and_so_may_its_data(folder, run):
     assert config_of(run)["settings"]["data"] == str(data)
     data.write_text("".join(map(str, range(1000))))
     assert "is not what it was" in refused(in_process(run, "--resume", run, "--steps", 16))
+
+
+def test_a_run_without_later_settings(folder, tmp_path, monkeypatch):
+    """It loads, goes on, and its checkpoints stay those of the run."""
+    args = ["--data", folder / "data", "--out-dir", ".", "--name", "run", *PLAN]
+    with monkeypatch.context() as patch:
+        for name in runs.ADDED:
+            patch.delitem(script.SETTINGS, name)
+        patch.setattr(script, "new_settings", lambda *args: Namespace(**before))
+        before = config_of(folder / "runs/whole")["settings"]
+        before = {name: value for name, value in before.items() if name not in runs.ADDED}
+        finished(in_process(tmp_path, *args))
+    run = tmp_path / "run"
+    assert load_model(run).layers[0][0].ranking_bits == 16
+    finished(resume(run))
+    assert not runs.ADDED.keys() & config_of(run)["settings"].keys()
+    assert runs.read_checkpoint(run, 8, config_of(run)).step == 8
 
 
 def test_what_is_no_run(folder, run):
