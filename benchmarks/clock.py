@@ -43,6 +43,7 @@ MEANS = dict(importance="logits", compress_block_size=32, compress_block_sliding
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("one-softmax", dict(num_selected_blocks=0)),
     "one softmax": ("one-softmax", {}),
+    "one softmax, 16 bits": ("one-softmax", dict(ranking_bits=16)),
     "one softmax, mean query": ("one-softmax", MEAN_QUERY),
     "one softmax, ranked by means": ("one-softmax", MEANS),
     "three branches": ("paper", dict(
@@ -50,10 +51,11 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     )),
     "short windows": ("short-windows", {}),
 }  # fmt: skip
-# of the drop-in
+# of the drop-in, which has 16 bits by default
 DROP_IN: dict[str, dict[str, Any]] = {
     "dense": {},
-    "one softmax": {},
+    "one softmax": dict(ranking_bits=8),
+    "one softmax, 16 bits": {},
     "one softmax, mean query": MEAN_QUERY,
     "one softmax, ranked by means": MEANS,
 }

@@ -84,7 +84,7 @@ def completed(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
         known["branches"] = check_branches(known["branches"])
     stride = max(1, as_int(settings.get("selection_stride")) or 1)
     if as_int(settings.get("num_selected_groups")):
-        stride = GROUP * max(1, as_int(settings["selection_block_size"]) or 1)
+        stride = GROUP * max(1, as_int(settings.get("selection_block_size")) or 1)
     for name in {"dense_length", "ranking_bits"} & (settings.keys() - changes.keys()):
         needed = NEEDED[name].items()
         is_excluded = any(known.get(other, values[0]) not in values for other, values in needed)

@@ -44,10 +44,10 @@ FIXED: dict[str, Any] = dict(
 
 
 # of the drop-in: one softmax over initial, local and ranked blocks, whose largest token is the
-# score of a block
+# score of a block; in 16 bits, since those of 8 depend on where a model's positions begin
 DEFAULTS = {
     name: value
-    for name, value in (USUAL | preset(RECOMMENDED)).items()
+    for name, value in (USUAL | preset(RECOMMENDED) | dict(ranking_bits=16)).items()
     if name in {*AttentionConfig.__annotations__, "backend"} - {*FIXED, "sliding_window_size"}
 }
 
@@ -67,6 +67,7 @@ def layer_config(
         values = {name: getattr(user, name) for name in (*defaults, *fixed)}
         needed = {*defaults, "branches"}
         user = {n: v for n, v in values.items() if n in needed or v != USUAL.get(n)}
+        user = completed(user, settings)
     values = {**(user or {}), **settings}
     for name, value in fixed.items():
         got = values.pop(name, value)
@@ -212,7 +213,7 @@ class NSAModelConfig(PreTrainedConfig):
         user = {name: kwargs.pop(name) for name in names}
         nsa, saved = user.get("nsa"), config_dict.get("nsa") or RECOMMENDED
         if isinstance(nsa, Mapping) and "preset" not in nsa:
-            user["nsa"] = {**(dict(preset=saved) if isinstance(saved, str) else saved), **nsa}
+            user["nsa"] = completed(dict(preset=saved) if isinstance(saved, str) else saved, nsa)
         return super().from_dict({**config_dict, **user}, **kwargs)
 
     def check(self) -> None:

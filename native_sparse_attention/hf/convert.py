@@ -21,7 +21,7 @@ from ..checks import check_branches, check_factor, check_share_ranking, refusal
 from ..compress import MeanPool
 from ..config import GIVEN, NSAConfig
 from ..initialization import assign, gate_linear
-from ..presets import preset
+from ..presets import completed, preset
 from ..rotary import Rotary
 from . import configuration
 from .attention import Model, check_model, use_sparse_attention
@@ -42,7 +42,7 @@ FAMILIES = [
 FIXED = {"scale", "soft_cap", "attention_sinks", "compress_mlp_expand_factor"}
 SETTINGS = {name: value for name, value in configuration.SETTINGS.items() if name not in FIXED}
 # tokens rank blocks by learned queries and keys
-ONE_SOFTMAX: dict[str, Any] = preset("one-softmax") | dict(importance="index")
+ONE_SOFTMAX: dict[str, Any] = preset("one-softmax", user_settings=dict(importance="index"))
 BRANCHES = preset("paper", None, dict(branch_kv="shared", sliding_window_size=512))
 
 
@@ -279,7 +279,7 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
     text = config.get_text_config(decoder=True)
     if not (saved := getattr(text, CONVERTED_KEY, None)):
         raise refusal("path", "a folder of a converted model", got=f"{path}")
-    setattr(text, CONVERTED_KEY, dict(saved) | settings)
+    setattr(text, CONVERTED_KEY, completed(saved, settings))
     vars(text).setdefault("quantization_config", dict(quant_method=configuration.LOADER))
     architecture = getattr(transformers, config.architectures[0])
     with quiet(folder):

@@ -250,7 +250,8 @@ def nsa_mask(
         check_layers(config, type(config).__name__)
         if is_drop_in and getattr(config, "attn_implementation", None) != NAME:
             # a configuration from a file: nobody has checked it, and the next file needs the name
-            drop_in_settings(config, getattr(config, KEY), {}, KEY)
+            saved = getattr(config, KEY)
+            setattr(config, KEY, saved | drop_in_settings(config, saved, {}, KEY))
             config.attn_implementation = NAME
     if not tracing and attention_mask is not None:
         shape, sizes = [batch_size, int(q_offset) + T], [*attention_mask.shape]

@@ -51,10 +51,10 @@ FAMILIES = dict(
     ),
 )  # fmt: skip
 
-# true sparsity at 40 tokens: 3 blocks of 4 of up to 10; integers of 8 bits differ with the position
+# true sparsity at 40 tokens: 3 blocks of 4 of up to 10
 SPARSE = dict(
     selection_block_size=4, num_selected_blocks=1, num_initial_blocks=1, num_local_blocks=1,
-    dense_length=0, ranking_bits=16,
+    dense_length=0,
 )  # fmt: skip
 # all blocks, selected one by one: with differentiable top-k nothing is dense by itself
 WHOLE = dict(selection_block_size=4, num_selected_blocks=20, dense_length=0, use_diff_topk=True)

@@ -13,7 +13,13 @@ import torch
 import transformers
 
 from native_sparse_attention import DenseAttentionWarning, NSAConfig
-from native_sparse_attention.hf import convert, use_dense_attention, use_sparse_attention
+from native_sparse_attention.hf import (
+    NSAForCausalLM,
+    convert,
+    load_converted,
+    use_dense_attention,
+    use_sparse_attention,
+)
 from native_sparse_attention.ops import branches
 from tests.helpers.tiny_models import SIZES, SPARSE, close, native, of_parts, prompts, tiny
 
@@ -126,6 +132,46 @@ def test_saved_models_keep_their_settings(tmp_path, monkeypatch):
     monkeypatch.delitem(transformers.AttentionInterface._global_mapping, "nsa")
     with pytest.raises(ValueError, match='"nsa"` is not supported'):  # without this library
         load(tmp_path / "again")
+
+
+@torch.no_grad()
+def test_settings_of_a_file(tmp_path):
+    """A first forward checks and completes them, as `use_sparse_attention` does."""
+    (text,) = prompts(40)
+
+    def load(**settings):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        model.set_attn_implementation("nsa")
+        model.config.nsa_config = settings
+        return model
+
+    tiny().save_pretrained(tmp_path)
+    for change in (dict(importance="logits"), dict(num_selected_groups=1, num_local_blocks=4)):
+        expected = use_sparse_attention(tiny(), **SPARSE | change)(text).logits
+        model = load(**SPARSE | change)
+        close(model(text).logits, expected, tol=0)
+        assert model.config.nsa_config["ranking_bits"] == 16
+    model = load(compress_block_size=8)
+    model(text)
+    assert model.config.nsa_config["compress_block_sliding_stride"] == 8
+
+
+@pytest.mark.parametrize("change", [dict(importance="logits"), dict(num_selected_groups=2)])
+def test_single_settings_that_exclude_8_bits_replace_those_of_a_config(change, tmp_path):
+    config = NSAConfig(dim=32, dim_head=8, heads=4, kv_heads=2, norm=False)
+    kept = use_sparse_attention(tiny(), config, **change).config.nsa_config
+    assert config.ranking_bits == 8 and kept["ranking_bits"] == 16
+    model = convert(tiny(), config, **change)
+    assert model.model.layers[0].self_attn.attention.ranking_bits == 16
+    convert(tiny(), config).save_pretrained(tmp_path / "converted")
+    model = load_converted(tmp_path / "converted", **change)
+    assert model.model.layers[0].self_attn.attention.ranking_bits == 16
+    native(dict(preset="one-softmax")).save_pretrained(tmp_path / "native")
+    for asked in (change, change | dict(ranking_bits=16)):
+        model = NSAForCausalLM.from_pretrained(tmp_path / "native", nsa=asked)
+        assert model.config.nsa["ranking_bits"] == 16
+    with pytest.raises(ValueError, match="ranking_bits=8 goes with"):
+        use_sparse_attention(tiny(), config, **change, ranking_bits=8)
 
 
 HEADS = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
