@@ -8,6 +8,7 @@ N  ranks of the mesh       c  tokens of a chunk      w  windows
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -313,11 +314,10 @@ def context_parallel(model: Module, mesh: DeviceMesh) -> Module:
     """
     check_mesh(mesh)
     context = ContextParallel(mesh)
-    layers = sparse_layers(model)
-    for layer in layers:
+    for layer in sparse_layers(model):
         layer.context = context
     if is_pretrained(model):
-        shard_pretrained(model, context, is_drop_in=not layers)
+        shard_pretrained(model, context)
     return model
 
 
@@ -558,35 +558,42 @@ def is_pretrained(model: Any) -> bool:
     return hasattr(model, "_no_split_modules") and hasattr(model, "config")
 
 
-def shard_pretrained(model: Any, context: ContextParallel, is_drop_in: bool) -> None:
-    """Give a model under `hf.use_sparse_attention` the positions of its shard. Refuse what needs
-    the whole sequence."""
+def shard_pretrained(model: Any, context: ContextParallel) -> None:
+    """Give a model of transformers the positions of its shard. Refuse what needs the whole
+    sequence."""
 
     def enter(decoder: Any, inputs: Any, arguments: dict[str, Any]) -> Any:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
         refuse("context", {name: arguments.get(name) for name in WHOLE})
         arguments["use_cache"] = False
-        if is_drop_in:
-            from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-            named = arguments.get("input_ids"), arguments.get("inputs_embeds")
-            x = next(t for t in (*inputs, *named) if t is not None)
-            positions, given = context.positions(x), arguments.get("position_ids")
-            if given is not None and not torch.equal(given.expand_as(positions), positions):
-                raise refusal("position_ids", "those of the shard", given)
-            mask = ALL_MASK_ATTENTION_FUNCTIONS["nsa"](len(x), x.shape[1], x.shape[1])
-            arguments |= dict(position_ids=positions, attention_mask=mask)
+        named = arguments.get("input_ids"), arguments.get("inputs_embeds")
+        x = next((t for t in (*inputs, *named) if t is not None), None)
+        if x is None:  # which the decoder refuses
+            return inputs, arguments
+        n, given = x.shape[1], arguments.get("position_ids")
+        if n % 2:
+            expected = "have two chunks on each context-parallel rank"
+            raise ValueError(f"input_ids must {expected}, got {n} tokens")
+        positions = context.positions(x)
+        shape = getattr(given, "shape", ())
+        if given is not None and (shape[-1:] != (n,) or bool((given != positions[0]).any())):
+            raise refusal("position_ids", "those of the shard", given)
+        mask = ALL_MASK_ATTENTION_FUNCTIONS["nsa"](len(x), n, n, config=decoder.config)
+        mask = replace(mask, has_positions=True)  # which jump from chunk to chunk
+        arguments |= dict(position_ids=positions, attention_mask=mask)
         return inputs, arguments
 
     def check_labels(model: Any, inputs: Any, arguments: dict[str, Any]) -> None:
-        if arguments.get("labels") is not None and arguments.get("shift_labels") is None:
+        named = inspect.signature(model.forward).bind_partial(*inputs, **arguments).arguments
+        if named.get("labels") is not None and arguments.get("shift_labels") is None:
             # the next token may be another rank's
             expected = "None without shift_labels under context parallelism"
             raise refusal("labels", expected, got="labels alone")
 
-    if is_drop_in:
-        for module in model.modules():
-            if hasattr(module, "layer_idx"):
-                module.context = context
+    for module in model.modules():  # attention that runs under `hf.use_sparse_attention`
+        if hasattr(module, "layer_idx"):
+            module.context = context
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     decoder.register_forward_pre_hook(enter, with_kwargs=True)
     model.register_forward_pre_hook(check_labels, with_kwargs=True)

@@ -34,8 +34,9 @@ def test_two_processes(tmp_path):
     assert printed.count("shards equal whole sequences") == 2
     if not importlib.util.find_spec("transformers"):
         return
-    for name, number in dict(dp=2, tp=6, cp=5).items():
+    for name, number in dict(dp=2, tp=7, cp=6).items():
         assert len(re.findall(rf"{name} of [^=]*? equals one process", printed)) == 2 * number
+    assert printed.count("shards of windows and positions equal one process") == 2
     assert printed.count("what shards lack is refused") == 2
     assert printed.count("from_pretrained splits a model") == 2
     assert printed.count("generate equals one process") == 2

@@ -61,16 +61,15 @@ def attention(
     these blocks of `module.indexer.block_size` slots alone, and settings of a selection have no
     effect."""
     refuse_context_parallel("use_sparse_attention")
+    context = getattr(module, "context", None)  # of distributed.parallelize: tokens are a shard
     if sliding_window is None:  # layers of Qwen2-MoE leave their window to the mask
-        sliding_window = getattr(attention_mask, "window", None)
+        holder, name = (attention_mask, "window") if context is None else (module, "sliding_window")
+        sliding_window = getattr(holder, name, None)
     (B, _, T, _), S, is_window = query.shape, key.shape[2], sliding_window is not None
     if not is_window and getattr(module.config, CONVERTED_KEY, None):
         expected = "loaded by load_converted, as convert made it"
         raise refusal("model", expected, got=f"{type(module).__name__} in place of its layers")
     mask = NSAMask(S) if attention_mask is None else attention_mask
-    context = getattr(module, "context", None)  # of distributed.parallelize: tokens are a shard
-    if context is not None:  # it gave the positions
-        options["position_ids"] = None
     mask = check_call(module, mask, (B, T), query.device, options)
     dtype = value.dtype
     if torch.is_autocast_enabled(query.device.type):

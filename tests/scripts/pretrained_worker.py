@@ -8,7 +8,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from native_sparse_attention.distributed import parallelize
+from native_sparse_attention.distributed import context_parallel_shard, parallelize
 from native_sparse_attention.hf import SparseCache, convert, use_sparse_attention
 from tests.helpers.tiny_models import native, tiny
 
@@ -38,6 +38,7 @@ MODELS = {
     "Qwen3": lambda: drop_in("Qwen3"),
     "NSAForCausalLM": lambda: native(NSA).double().train(),
     "converted": lambda: convert(tiny("Llama"), DROP_IN).double().train(),
+    "converted with windows": lambda: convert(tiny("Gemma2"), DROP_IN).double().train(),
 }
 
 
@@ -91,11 +92,19 @@ def check_refused() -> None:
     for words, arguments in (
         ("attention_mask must be None under context", dict(attention_mask=mask)),
         ("position_ids must be those of the shard", dict(position_ids=positions)),
+        ("position_ids must be those of the shard", dict(position_ids=torch.arange(128)[None])),
         ("labels must be None without shift_labels", dict(labels=ids)),
         ("input_ids must have a multiple of 8 tokens", dict(input_ids=ids[:, :12])),
+        ("input_ids must have two chunks", dict(input_ids=ids[:, :13])),
     ):
         arguments = dict(input_ids=ids) | arguments
         assert words in message(lambda a=arguments: model(**a)), words
+    labels = message(lambda: model(ids, None, None, None, None, ids))
+    assert "labels must be None without shift_labels" in labels
+    own = parallelize(native(NSA), meshes["cp"])
+    positions = torch.cat((torch.arange(41), torch.arange(23)))[None]
+    packed = message(lambda: own(ids, position_ids=positions, use_cache=False))
+    assert "position_ids must be those of the shard" in packed
     with context_parallel(meshes["cp"], buffers=[ids], buffer_seq_dims=[1]):
         try:
             drop_in("Llama")(ids)
@@ -106,6 +115,19 @@ def check_refused() -> None:
     print("what shards lack is refused", flush=True)
 
 
+@torch.no_grad()
+def check_shards() -> None:
+    """Windows that layers leave to the mask, whose experts run in float32; given positions."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
+    for make in (lambda: drop_in("Qwen2Moe").float(), MODELS["NSAForCausalLM"]):
+        (ids, _), positions, model = batch(), torch.arange(128)[None], make()
+        rows = [ids, positions, model(ids).logits]
+        parallelize(model, mesh)
+        ids, positions, expected = context_parallel_shard(mesh, rows, [1, 1, 1])
+        torch.testing.assert_close(model(ids, position_ids=positions).logits, expected)
+    print("shards of windows and positions equal one process", flush=True)
+
+
 def check_models(folder: str) -> None:
     check("Llama", {"dp": 2}, activation_checkpointing=True)
     check("NSAForCausalLM", {"dp": 2})
@@ -113,6 +135,7 @@ def check_models(folder: str) -> None:
         check(name, {"tp": 2})
         if name != "Qwen3":  # whose norms are of heads
             check(name, {"cp": 2}, activation_checkpointing=name == "Llama")
+    check_shards()
     check_refused()
     check_generating()
     check_loading(folder)
