@@ -592,6 +592,9 @@ def shard_pretrained(model: Any, context: ContextParallel) -> None:
             raise refusal("labels", expected, got="labels alone")
 
     for module in model.modules():  # attention that runs under `hf.use_sparse_attention`
+        if hasattr(module, "indexer"):
+            expected = "not select blocks by itself under context parallelism"
+            raise ValueError(f"model must {expected}, got {type(module).__name__}")
         if hasattr(module, "layer_idx"):
             module.context = context
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model

@@ -101,6 +101,10 @@ def check_refused() -> None:
         assert words in message(lambda a=arguments: model(**a)), words
     labels = message(lambda: model(ids, None, None, None, None, ids))
     assert "labels must be None without shift_labels" in labels
+    selecting = drop_in("Llama")
+    selecting.model.layers[0].self_attn.indexer = torch.nn.Identity()
+    refused = message(lambda: parallelize(selecting, meshes["cp"]))
+    assert "model must not select blocks by itself under context parallelism" in refused
     own = parallelize(native(NSA), meshes["cp"])
     positions = torch.cat((torch.arange(41), torch.arange(23)))[None]
     packed = message(lambda: own(ids, position_ids=positions, use_cache=False))
