@@ -44,6 +44,7 @@ from torch.nn import Module
 from . import blocks, compress, varlen
 from .attention import SparseAttention, find_sparse_layers
 from .checks import (
+    check_block_indices,
     check_bools,
     check_documents,
     check_given,
@@ -404,7 +405,11 @@ class TensorParallelAttention(SparseAttention):
     def forward(self, inp: Tensor, cache: Any = None, *args: Any, **settings: Any) -> Any:
         refused = dict(collect=self.observer, ranking_queries=settings.get("ranking_queries"))
         refuse("tensor", refused)
-        (local,), mesh = self.local, self.mesh
+        (local,), mesh, given = self.local, self.mesh, settings.get("block_indices")
+        if given is not None:  # of all heads, as those that are returned
+            check_block_indices(inp, given, False, cache is not None, self.config)
+            if given.shape[2] > 1:
+                settings["block_indices"] = given.chunk(mesh.size(), 2)[mesh.get_local_rank()]
         if self.whole is not self.config:
             self.whole, local.config = self.config, split_config(self.config, mesh.size())
         for name in ("dense", "context", "identity"):
@@ -419,6 +424,9 @@ class TensorParallelAttention(SparseAttention):
         out, *others = result if isinstance(result, tuple) else (result,)
         out = DTensor.from_local(out, mesh, [Partial()], run_check=False)
         out = out.redistribute(placements=[Replicate()]).to_local()
+        if settings.get("return_block_indices"):
+            heads: Any = DTensor.from_local(others[-1], mesh, [Shard(2)], run_check=False)
+            others[-1] = heads.redistribute(placements=[Replicate()]).to_local()
         return (out, *others) if others else out
 
     def local_weight(self, name: str, weight: Any) -> Tensor:

@@ -29,6 +29,7 @@ def test_two_processes(tmp_path):
     assert printed.count("cp x tp equals one process") == 2
     assert printed.count("a checkpoint resumes on other meshes") == 2
     assert printed.count("a cache of own heads equals one process") == 2 * 4
+    assert printed.count("blocks of all heads equal one process") == 2
     assert printed.count("deferred starts") == 2
     assert printed.count("SparseAttention does not support torch's context_parallel") == 2
     assert printed.count("shards equal whole sequences") == 2

@@ -207,6 +207,26 @@ def check_decoding(settings: dict, **pages) -> None:
     print("a cache of own heads equals one process", flush=True)
 
 
+def check_block_indices() -> None:
+    """Blocks are those of all heads, given and returned; as many KV heads as a rank has heads."""
+    x = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(1))
+    for changes in ({}, dict(query_heads_share_selected_kv=False)):
+        torch.manual_seed(0)
+        layer = SparseAttention(**SHAPE, **ONE_SOFTMAX | changes)
+        expected, blocks = layer(x, return_block_indices=True)
+        others = blocks[:, :, :4].flip(2)
+        replayed = [layer(x, block_indices=given) for given in (blocks, others, blocks[:, :, :1])]
+        distribute(layer, {"tp": 2}, rows=[x])
+        out, found = layer(x, return_block_indices=True)
+        assert torch.equal(found, blocks)
+        torch.testing.assert_close(out, expected)
+        for given, result in zip((blocks, others, blocks[:, :, :1]), replayed, strict=True):
+            torch.testing.assert_close(layer(x, block_indices=given), result)
+        wrong = message(lambda: layer(x, block_indices=blocks[:, :, :2]))  # noqa: B023
+        assert "block_indices must have shape [2, 64, one of [1, 4, 8], slots]" in wrong
+    print("blocks of all heads equal one process", flush=True)
+
+
 class OwnModel(torch.nn.Module):
     """A layer among modules that the library does not know."""
 
@@ -333,6 +353,7 @@ if __name__ == "__main__":
         for settings in (ONE_SOFTMAX, MEANS, PAPER):
             check_decoding(settings)
         check_decoding(INDEX, batch=2, max_length=128, page_size=16, num_pages=20)
+        check_block_indices()
         check_own_model()
         check_wrapped()
         check_deferred()
