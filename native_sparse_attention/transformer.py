@@ -375,9 +375,9 @@ class Transformer(Started):
             check_rows(ids, cached, lengths, None, **bounds)
             layout, lengths = layer_layout(ids, alignment, cached, lengths, **bounds)
         else:
-            layout = context.layout(
-                ids, blocks[0][0].config, None, ranking_queries, cache=cache, **bounds
-            )
+            # chunks of the rows that documents make are as long as the windows of any layer
+            config = max((attn.config for attn, _ in blocks), key=context.halo_size)
+            layout = context.layout(ids, config, None, ranking_queries, cache=cache, **bounds)
         if cache is None and return_cache:
             cache = self.new_cache()
         check_ranking(ranking_queries, ranking_weights, generator, cache)

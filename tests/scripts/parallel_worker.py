@@ -348,6 +348,8 @@ if __name__ == "__main__":
             check({name: 2}, PAPER | EXTRAS)
             check({name: 2}, INDEX, dict(local_layers=[1]), activation_checkpointing=True)
         check({"cp": 2}, SHORT, dict(local_layers=[0]), packed)
+        wide = MEANS | dict(compress_block_size=60)  # wider than a chunk
+        check({"cp": 2}, wide, dict(local_layers=[0]), packed)
         for network in (GroupedMLP(8, 8, 4), ConvLinearCompress(4, 8, 8), AttentionPool(8, 8)):
             check({"tp": 2}, SHORT, dict(compress_mlp=network))
         for settings in (ONE_SOFTMAX, MEANS, PAPER):
