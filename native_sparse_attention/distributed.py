@@ -322,6 +322,21 @@ def context_parallel(model: Module, mesh: DeviceMesh) -> Module:
     return model
 
 
+def check_buffers(buffers: Any, seq_dims: Any, step: int, why: str) -> None:
+    """Check tensors, and that their dimensions of tokens are multiples of `step`."""
+    check_type("buffers", buffers, Sequence, "a list of tensors")
+    check_type("seq_dims", seq_dims, Sequence, "a list of integers")
+    if len(seq_dims) != len(buffers):
+        raise refusal("seq_dims", f"{len(buffers)} dimensions, one for each of buffers", seq_dims)
+    for buffer, dim in zip(buffers, seq_dims, strict=True):
+        check_given(buffers=buffer)
+        if not isinstance(dim, int) or not -buffer.ndim <= dim < buffer.ndim:
+            raise refusal("seq_dims", f"dimensions of buffers, of {[*buffer.shape]}", dim)
+        if buffer.shape[dim] % step:
+            expected = f"a multiple of {step} tokens, {why}"
+            raise ValueError(f"buffers must have {expected}, got {buffer.shape[dim]}")
+
+
 def context_parallel_shard(
     mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int]
 ) -> list[Tensor]:
@@ -334,14 +349,9 @@ def context_parallel_shard(
         seq_dims: for each of them, its dimension of tokens, a multiple of 2 N.
     """
     check_mesh(mesh)
-    shards, context = [], ContextParallel(mesh)
-    for buffer, dim in zip(buffers, seq_dims, strict=True):
-        check_given(buffers=buffer)
-        if buffer.shape[dim] % (2 * context.size):
-            expected = f"a multiple of {2 * context.size} tokens, twice the ranks of mesh"
-            raise ValueError(f"buffers must have {expected}, got {buffer.shape[dim]}")
-        shards.append(context.shard(buffer, dim))
-    return shards
+    context = ContextParallel(mesh)
+    check_buffers(buffers, seq_dims, 2 * context.size, "twice the ranks of mesh")
+    return [context.shard(x, dim) for x, dim in zip(buffers, seq_dims, strict=True)]
 
 
 @torch.no_grad()
@@ -352,6 +362,7 @@ def context_parallel_unshard(
     without gradients."""
     check_mesh(mesh)
     context = ContextParallel(mesh)
+    check_buffers(buffers, seq_dims, 2, "two chunks")
     sequences = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         tokens = buffer.movedim(dim, 0)
@@ -681,10 +692,19 @@ def parallelize(
     if activation_checkpointing and not isinstance(model, Transformer) and pretrained is None:
         expected = "goes with a Transformer or a model of transformers: wrap other layers"
         raise ValueError(f"activation_checkpointing {expected}")
+    if tp_plan is not None:
+        check_type("tp_plan", tp_plan, Mapping, "a mapping of names to styles, or None")
+    if mp_policy is not None:
+        check_type("mp_policy", mp_policy, MixedPrecisionPolicy, "a MixedPrecisionPolicy or None")
+    if not isinstance(compile, Mapping):
+        check_bools(compile=compile)
     for name, value, needed in (("tp_plan", tp_plan, "tp"), ("mp_policy", mp_policy, "dp or cp")):
         if value is not None and not (data if name == "mp_policy" else "tp" in names):
             raise ValueError(f"{name} needs {needed} among the dimensions of mesh, got {names}")
     layers = sparse_layers(model)
+    blocks = None if blocks is None else [*blocks]
+    for block in blocks or ():
+        check_type("blocks", block, Module, "modules of the model")
     if blocks is None:
         blocks = [*model.layers] if isinstance(model, Transformer) else []
         if pretrained is not None:

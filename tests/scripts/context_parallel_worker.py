@@ -184,7 +184,14 @@ def check_refused(mesh) -> None:
     )
     assert "mesh must be" in message(lambda: context_parallel(layer, 2))
     odd = [torch.ones(3, dtype=torch.long)], [0]
-    assert "buffers must have a multiple" in message(lambda: context_parallel_shard(mesh, *odd))
+    for words, call in (
+        ("buffers must have a multiple of", lambda: context_parallel_shard(mesh, *odd)),
+        ("buffers must have a multiple of 2", lambda: context_parallel_unshard(mesh, *odd)),
+        ("buffers must be a list", lambda: context_parallel_shard(mesh, x, [1])),
+        ("seq_dims must be 1 dimensions", lambda: context_parallel_shard(mesh, [x], [1, 1])),
+        ("seq_dims must be dimensions", lambda: context_parallel_unshard(mesh, [x], [3])),
+    ):
+        assert words in message(call), words
 
 
 def message(call) -> str:

@@ -318,6 +318,8 @@ def check_refused(mesh) -> None:
     assert "does not mix heads" in refuse(build(SHORT, compress_mlp=mixes))
     assert "ff_expansion_factor must" in refuse(build(SHORT, ff_expansion_factor=1.04))
     assert "mp_policy needs dp or cp" in refuse(build(SHORT), mp_policy=MixedPrecisionPolicy())
+    for name, value in dict(compile="on", tp_plan=[], blocks=["0"], mp_policy=torch.half).items():
+        assert f"{name} must be" in refuse(build(SHORT), **{name: value})
     layer = build(SHORT).layers[0][0]
     assert "goes with a Transformer" in refuse(layer, activation_checkpointing=True)
     gate = torch.nn.Sequential(torch.nn.Linear(32, 24))
