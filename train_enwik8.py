@@ -231,9 +231,9 @@ def train(given: Namespace, held: ExitStack, progress: dict[str, int]) -> int:
         print(f"{given.resume} is finished at step {start}; a larger --steps goes on")
         return 0
     # a run keeps the names that it began with, since its checkpoints know it by its settings
-    kept = config.get("settings", vars(cfg))
-    settings = {name: value for name, value in vars(cfg).items() if name in kept}
-    config = {"settings": settings, "data": about, "parameters": parameters}
+    names = config.get("settings", vars(cfg)).keys()
+    record = {name: value for name, value in vars(cfg).items() if name in names}
+    config = {"settings": record, "data": about, "parameters": parameters}
     run = Path()  # only the first process writes
     ranks.wait()
     if ranks.is_first():
