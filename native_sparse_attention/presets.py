@@ -87,7 +87,15 @@ def completed(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
         stride = GROUP * max(1, as_int(settings.get("selection_block_size")) or 1)
     for name in {"dense_length", "ranking_bits"} & (settings.keys() - changes.keys()):
         needed = NEEDED[name].items()
-        is_excluded = any(known.get(other, values[0]) not in values for other, values in needed)
-        if is_excluded or (name == "dense_length" and settings[name] % stride):
+        fits = (is_in(known.get(other, values[0]), values) for other, values in needed)
+        if not all(fits) or (name == "dense_length" and settings[name] % stride):
             del settings[name]
     return settings
+
+
+def is_in(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether a setting, not checked yet, has one of the values; vectors have none."""
+    try:
+        return value in values
+    except (RuntimeError, ValueError):
+        return False

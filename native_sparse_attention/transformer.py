@@ -170,8 +170,11 @@ def layer_settings(
     """The settings of sparse layers, and the arguments of SparseAttention besides them."""
     if isinstance(config, NSAConfig):
         for name, usual in (("dim", None), *USUAL_SHAPE.items()):
-            if shape[name] not in (usual, getattr(config, name)):
-                raise refusal(name, f"that of config, {getattr(config, name)}", shape[name])
+            value = shape[name]
+            if name != "causal" and value is not None:  # 4.0 equals 4, but is no integer
+                value = check_int(name, value, 1)
+            if value not in (usual, getattr(config, name)):
+                raise refusal(name, f"that of config, {getattr(config, name)}", value)
         return config, {}
     if kwargs is None:
         name = RECOMMENDED if config is None else config

@@ -121,6 +121,17 @@ def test_8_bits_go_where_other_settings_exclude_them(change):
         NSAConfig.preset("one-softmax", **SHAPE | change, ranking_bits=8)
 
 
+@pytest.mark.parametrize("name", ["causal", "use_diff_topk", "num_selected_groups", "importance"])
+@pytest.mark.parametrize(
+    "vector", [torch.tensor([0, 1]), torch.ones(0), torch.tensor(True, device="meta"), np.ones(2)],
+    ids=str,
+)  # fmt: skip
+def test_vectors_are_refused_by_name(name, vector):
+    """Also by what completes the settings of a preset before they are checked."""
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        NSAConfig(dim=16, dim_head=8, heads=4, **{name: vector})
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_lengths_after_which_sizes_of_presets_grow(name):
     lengths = 512, 1024, 2048, 4096, 8192, 16384, 32768

@@ -95,6 +95,8 @@ def test_settings_of_layers():
         (dict(config="papers"), "config must be"), (dict(config=3), "config must be"),
         (dict(config=paper, sparse_attn_kwargs={}), "config and sparse_attn_kwargs are two ways"),
         (dict(config=paper, dim=32), "dim must be that of config, 16, got 32"),
+        (dict(config=paper, heads=2.0), "heads must be an integer"),
+        (dict(config=paper, dim_head=torch.ones(2)), "dim_head must be an integer"),
         (dict(config=paper, causal=False), "causal must be that of config, True, got False"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
