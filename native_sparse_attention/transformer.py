@@ -20,7 +20,7 @@ from torch.nn import Module, ModuleList
 from torch.utils.checkpoint import checkpoint
 
 from .attention import SparseAttention
-from .cache.kv_cache import Identity, KVCache, check_cache, check_caches
+from .cache.kv_cache import Identity, KVCache, check_cache, check_caches, check_room
 from .cache.paged import PagedKVCache
 from .checks import (
     check_bools,
@@ -384,6 +384,8 @@ class Transformer(Started):
         if cache is None and return_cache:
             cache = self.new_cache()
         check_ranking(ranking_queries, ranking_weights, generator, cache)
+        if cache is not None and not torch.compiler.is_compiling():
+            check_room(cache, len(ids), ids.shape[1], lengths)
         kwargs: dict[str, Any] = {"lengths": lengths}
         if self.use_sparse_attn:
             kwargs["disable_triton_kernel"] = disable_triton_kernel

@@ -756,3 +756,15 @@ def check_caches(
             raise ValueError(f"cache[{index}] must be a KVCache, got {describe(cache)}")
         if hasattr(layer, "identity"):
             cache.check_layer(layer.identity, layer.geometry)
+
+
+def check_room(
+    caches: Sequence[KVCache], batch: int, new: int, lengths: Sequence[int] | Tensor | None
+) -> None:
+    """Check before any layer writes that each cache has room for the new tokens, and that all hold
+    the same ones: an error in a later layer would leave those before it a step ahead."""
+    for index, cache in enumerate(caches):
+        cache.check(batch, new, lengths)
+        if (held := cache.starts(batch)) != (first := caches[0].starts(batch)):
+            expected = f"as many tokens as cache[0], {describe(first)}"
+            raise ValueError(f"cache[{index}] must hold {expected}, got {describe(held)}")

@@ -274,6 +274,19 @@ def test_caches_of_a_model(use_sparse_attn):
             torch.testing.assert_close(torch.cat(parts, dim=1), net(ids), atol=1e-5, rtol=1e-5)
         with pytest.raises(ValueError, match="got one of them twice"):
             net(ids, cache=[KVCache()] * 3)
+        for third, message in (
+            (KVCache(max_length=29), "cache is full"), (PagedKVCache(8, 2, 2, 40), "cache is full"),
+            (KVCache(batch=3), "cache holds 3 rows"),
+        ):  # fmt: skip
+            cache = [KVCache(), KVCache(), third]
+            with pytest.raises(ValueError, match=message):
+                net(ids, cache=cache)
+            assert not any(map(len, cache))
+        net(ids[:, :12], cache=(cache := net.new_cache()))
+        cache[0].truncate(9)
+        with pytest.raises(ValueError, match=r"cache\[1\] must hold as many tokens as cache\[0\]"):
+            net(ids[:, 12:], cache=cache)
+        assert [len(t) for t in cache] == [9, 12, 12]
     with pytest.raises(ValueError, match="page_size must be an integer of at least 1, got None"):
         net.new_cache(max_length=40, batch=2, num_pages=9)
 
