@@ -33,6 +33,7 @@ from ..checks import (
     check_model,
     check_tensor,
     check_type,
+    describe,
     refusal,
 )
 from ..ranking import WEIGHTS, sampled
@@ -316,6 +317,9 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
         """
         targets, weight = arguments.get("shift_labels"), None
         x: Any = input_ids if inputs_embeds is None else inputs_embeds
+        if x is None or getattr(x, "ndim", 2) < 2:  # a list is refused below, with a hint
+            form = "exactly one of input_ids or inputs_embeds, of shape [b, n, ..]"
+            raise ValueError(f"give {form}, got {describe(x)}")
         if ranking_weights is not None:
             check_choice("ranking_weights", ranking_weights, WEIGHTS)
         for name, given in (("labels", labels), ("shift_labels", targets)):
@@ -325,7 +329,8 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
                 check_tensor(name, given, INTEGER_DTYPES, device, tuple(x.shape[:2]))
         labels = targets if labels is None else labels
         if labels is not None:
-            targets = F.pad(labels, (0, 1), value=-100)[:, 1:] if targets is None else targets
+            if targets is None:  # uint8 has no -100
+                targets = F.pad(labels.long(), (0, 1), value=-100)[:, 1:]
             targets = arguments["shift_labels"] = targets.long().contiguous()
             count, predicted = arguments.get("num_items_in_batch"), targets.ne(-100).sum()
             if count is not None and not isinstance(count, Tensor):

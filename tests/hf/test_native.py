@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from native_sparse_attention import KVCache, NSAConfig
+from native_sparse_attention.checks import INTEGER_DTYPES
 from native_sparse_attention.hf import (
     NSAForCausalLM,
     NSAModel,
@@ -83,6 +84,8 @@ def test_outputs():
     out = model(text, labels=text, output_hidden_states=True)
     close(out.loss, F.cross_entropy(out.logits[0, :-1], text[0, 1:]))
     assert len(out.hidden_states) == 3 and out.ranking_loss is None
+    for dtype in INTEGER_DTYPES:
+        assert torch.equal(model(text.to(dtype), labels=text.to(dtype)).loss, out.loss)
     close(model(text, logits_to_keep=torch.tensor([3, 5])).logits, out.logits[:, [3, 5]])
     pair = model(text, return_dict=False, use_cache=False)
     assert isinstance(pair, tuple) and len(pair) == 1
@@ -97,6 +100,8 @@ def test_calls_of_another_form_are_refused():
     model, (text,) = native("one_softmax"), prompts(12)
     for given, message in (
         ({}, "exactly one of input_ids or inputs_embeds"),
+        (dict(labels=text), "exactly one of input_ids or inputs_embeds"),
+        (dict(input_ids=text[0], labels=text[0]), "input_ids or inputs_embeds, of shape"),
         (dict(input_ids=text, ranking_queries=4), "ranking_queries goes with importance='index'"),
         (
             dict(input_ids=text, ranking_weights=0),
