@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import blocks
 from ..attention import SparseAttention, find_sparse_layers
-from ..checks import check_int, describe
+from ..checks import as_int, check_int, describe
 from ..compat import no_autocast
 from ..config import AttentionConfig, NSAConfig
 from ..ops import branches, dispatch
@@ -138,6 +138,8 @@ def sparse_layers(model: Any, layers: Any) -> dict[str, SparseAttention]:
         return sparse
     names = [*sparse, *range(len(sparse))]
     is_list = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
+    if is_list:  # neither True nor 1.0 is a number of a layer
+        layers = [layer if isinstance(layer, str) else as_int(layer) for layer in layers]
     if not is_list or any(layer not in names for layer in layers):
         known = f"layers ({', '.join([*sparse][:4])} ...) or of numbers below {len(sparse)}"
         raise ValueError(f"layers must be a list of names of {known}, got {describe(layers)}")

@@ -368,7 +368,7 @@ def test_layers_are_seen_on_a_gpu(name):
         (dict(seed=-1), "seed must be an integer of at least 0, got -1"),
         *(
             (dict(layers=layers), "layers must be a list of names of layers")
-            for layers in ([2], ["norm"], "layers.0.0", [])
+            for layers in ([2], ["norm"], "layers.0.0", [], [True], [0.0], [torch.ones(2)])
         ),
         (dict(model=3), "must be an nn.Module, got 3"),
         (dict(model=nn.Linear(2, 2)), "got none in a Linear"),
