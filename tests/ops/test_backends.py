@@ -63,6 +63,16 @@ def test_tiles_that_a_gpu_does_not_hold(monkeypatch, op, dtype, heads, width, T,
             assert f"this GPU holds {memory * 1024}" in reason
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU")
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_triton_interpreter_has_no_bfloat16(branch):
+    """It multiplies the bits of bfloat16 as integers: outputs near 1e9, without an error."""
+    call = draw(branch, torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="q is bfloat16"):
+        call("triton")
+    torch.testing.assert_close(call(("triton", "eager")), call("eager"), rtol=0, atol=0)
+
+
 # flex_attention
 
 

@@ -65,6 +65,8 @@ def why_not(
         reasons.append("triton is not installed")
     if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         reasons.append(f"q is on {q.device.type}, needs cuda")
+    elif not q.is_cuda and q.dtype == torch.bfloat16:
+        reasons.append("q is bfloat16, whose bits Triton's interpreter multiplies as integers")
     if q.dtype == torch.float64:
         reasons.append("q is float64, needs float16, bfloat16 or float32")
     group = q.shape[2] // k.shape[2] if k.shape[2] else 0
