@@ -108,7 +108,7 @@ class NSAAttention(nn.Module):
         if cache is not None and ranking is not None:
             raise ValueError("past_key_values must be None while rankings learn: use_cache=False")
         call: dict[str, Any] = {}
-        gives = self.ranking_layer == self.layer_idx
+        gives, s = self.ranking_layer == self.layer_idx, self.attention.config.selection_block_size
         if gives:
             call["return_block_indices"] = True
         elif self.ranking_layer is not None:
@@ -121,6 +121,8 @@ class NSAAttention(nn.Module):
         if mask.tokens is not None or mask.documents is not None:
             layout = mask.share(NSAMask.layout, self.attention.config.alignment)
             x, call["documents"] = layout.spread(x), layout.documents
+            if "block_indices" in call:
+                call["block_indices"] = layout.spread_blocks(call["block_indices"], s)
         learning = None if self.attention.to_index is None else ranking
         if learning is not None:
             queries = learning.queries.to(x.device)
@@ -132,8 +134,9 @@ class NSAAttention(nn.Module):
         if learning is not None:
             learning.losses[self.layer_idx] = others[0]
             learning.learns |= self.attention.to_index.weight.requires_grad
-        if gives:
-            mask.block_indices[self.layer_idx] = others[-1]
+        if gives:  # of the tokens in the caller's order: rows of groups of blocks are longer
+            indices = others[-1] if layout is None else layout.collect_blocks(others[-1], s)
+            mask.block_indices[self.layer_idx] = indices
         return (out if layout is None else layout.collect(out)), None
 
 

@@ -64,6 +64,26 @@ def test_layers_of_the_native_model():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_rows_of_groups_are_longer_than_those_of_blocks(is_packed):
+    """A document begins at a multiple of the groups of the layer that ranks, and of the blocks of
+    the layer that is given blocks."""
+    settings = dict(models.SPARSE, dense_length=0, num_selected_groups=1, num_local_blocks=4)
+    model = hf.convert(models.tiny(), **settings, importance="max", share_ranking=[0])
+    parts = [part[0] for part in models.prompts(9, 26, 15)]
+    if is_packed:
+        positions = torch.cat([torch.arange(len(part)) for part in parts])[None]
+        call = dict(input_ids=torch.cat(parts)[None], position_ids=positions)
+    else:
+        mask = torch.arange(26) >= 26 - torch.tensor([[len(part)] for part in parts])
+        ids = torch.zeros_like(mask, dtype=torch.long).masked_scatter(mask, torch.cat(parts))
+        call = dict(input_ids=ids, attention_mask=mask)
+    want = torch.cat([model(part[None], use_cache=False).logits[0] for part in parts])
+    out = model(**call, use_cache=False).logits
+    models.close(out[0] if is_packed else out[mask], want)
+
+
+@torch.no_grad()
 def test_windows():
     """Layers with a window are left out."""
     (ids,), kinds = models.prompts(40), ["sliding_attention", "full_attention"] * 2
