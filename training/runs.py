@@ -533,8 +533,7 @@ def resume(
     first = records[0].get("val_bpb", math.inf) if records else math.inf
     is_kept = load_best(run, config, model) or checkpoint.best >= first
     restore(run, checkpoint, model, optimizer)
-    for kind in (WEIGHTS, OPTIMIZER):  # what a kill left of a later one
-        for step in checkpoint_steps(run, kind):
-            if step > checkpoint.step:
-                checkpoint_path(run, step, kind).unlink(missing_ok=True)
+    for kind in (WEIGHTS, OPTIMIZER):  # what a kill left: of one half written or half removed
+        for step in {*checkpoint_steps(run, kind)} - {*checkpoint_steps(run)}:
+            checkpoint_path(run, step, kind).unlink(missing_ok=True)
     return checkpoint.step, checkpoint.best if is_kept else math.inf, records, lines

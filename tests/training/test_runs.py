@@ -129,6 +129,13 @@ def test_a_checkpoint_without_its_index_gives_way_to_the_one_before(folder, run)
     assert load_equal(run / "step-00000012.safetensors", whole / "step-00000012.safetensors")
 
 
+def test_an_old_checkpoint_that_is_half_removed(run):
+    """As a kill leaves it, which has removed its index."""
+    (run / f"{OLDER}.json").unlink()
+    finished(resume(run))
+    assert not list(run.glob(f"{OLDER}*")) and runs.checkpoint_steps(run) == [8, 12]
+
+
 def test_a_best_that_is_missing(run):
     """The newest checkpoint stands in for it, and the next validation writes it anew."""
     path = run / "best.safetensors"
