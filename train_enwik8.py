@@ -232,8 +232,8 @@ def train(given: Namespace, held: ExitStack, progress: dict[str, int]) -> int:
         return 0
     # a run keeps the names that it began with, since its checkpoints know it by its settings
     names = config.get("settings", vars(cfg)).keys()
-    record = {name: value for name, value in vars(cfg).items() if name in names}
-    config = {"settings": record, "data": about, "parameters": parameters}
+    config = {"data": about, "parameters": parameters}
+    config["settings"] = {name: value for name, value in vars(cfg).items() if name in names}
     run = Path()  # only the first process writes
     ranks.wait()
     if ranks.is_first():

@@ -429,8 +429,8 @@ class NSAConfig(AttentionConfig):
                 paper: ranking by softmax mass, keys and values for each branch, an initial and two
                 local blocks; "short-windows", three branches that compress windows of 8 tokens, 4
                 apart; or "one-softmax", one softmax over initial, local and ranked blocks, ranked
-                by the largest logit of any head with their tokens, in 8 bits, and dense up to 8192
-                tokens (`ranking_bits` and `dense_length`, if settings allow them).
+                by the largest logit that any head gives one of their tokens, in 8 bits, and dense
+                up to 8192 tokens (`ranking_bits` and `dense_length`, if settings allow them).
                 docs/training.md says which to choose.
             length: tokens of the longest sequences; long by default. The sizes of three branches
                 grow after 1024 and 4096 tokens, those of one softmax after 16384 alone.

@@ -224,7 +224,7 @@ class ContextParallel:
     def gather(self, x: Tensor) -> Tensor:
         """All tokens in order, [b h (N n) d], of those of each rank [b h n d]. The gradients of all
         ranks are summed in a fixed order."""
-        # [2 b h c d]: chunks of one rank after the other make the backward one copy
+        # [2 b h c d]: gradients of the chunks of all ranks are then stacked in one copy
         chunks = x.unflatten(2, (2, -1)).movedim(2, 0).contiguous()
         heads_tails = all_gather(chunks, 0, self.group).unbind()
         return torch.cat((*heads_tails[::2], *heads_tails[:0:-2]), dim=2)
