@@ -148,7 +148,8 @@ def check(subject: str, net: Any, x: Tensor) -> float:
         from native_sparse_attention.hf import use_sparse_attention
 
         if low.config._attn_implementation == "nsa":
-            settings = {n: v for n, v in low.config.nsa_config.items() if n in MEANS}
+            kept = {*MEANS, "ranking_bits"}
+            settings = {n: v for n, v in low.config.nsa_config.items() if n in kept}
             net = use_sparse_attention(copy.deepcopy(net), settings, dense_length=0)
             use_sparse_attention(low, settings, dense_length=0, backend="eager")
     else:
