@@ -229,7 +229,9 @@ EXPORTED = {
         causal=False, importance="probs", num_compressed_mem_kv=0, soft_cap=5.0,
         branch_kv="independent", attention_sinks=True, compress_mlp=MeanPool(),
     ),
-    "one softmax": dict(branches=("selected",), importance="max", rank_rotated=True),
+    "one softmax": dict(
+        branches=("selected",), importance="head_max", ranking_bits=8, rank_rotated=True
+    ),
     "index, dense at first": dict(branches=("selected",), importance="index", dense_length=16),
 }  # fmt: skip
 

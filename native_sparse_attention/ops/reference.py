@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, repeat
+from einops import rearrange, reduce, repeat
 from torch import Tensor
 
 from .. import blocks
@@ -359,32 +359,36 @@ def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
     return mass
 
 
-def quantize(x: Tensor, *dims: int) -> tuple[Tensor, Tensor]:
-    """8-bit integers of x, as floats, and their size over these dimensions: `x / size` rounded half
-    to even, with `size = max |x| * (1 / 127)`, each step in float32."""
-    size = x.abs().amax(dim=dims, keepdim=True).clamp(min=1e-30) * (1 / 127)
+def quantize(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """8-bit integers of x, as floats, and their size, where |x| is at most `largest`: `x / size`
+    rounded half to even, with `size = largest * (1 / 127)`, each step in float32."""
+    size = largest.clamp(min=1e-30) * (1 / 127)
     return (x / size).round(), size
 
 
 def quantize_queries(q: Tensor, kv_heads: int, config: AttentionConfig) -> Tensor:
     """Integers [b i r d] that rank: of the sum of the heads that share a ranking, or of each of
     them. They have one size for a ranking; a positive factor changes none: it is left out."""
-    if not config.query_heads_share_selected_kv:
-        return quantize(q, -1)[0]
-    q = rearrange(q, "b i (k g) d -> b i k g d", k=kv_heads)
-    if not config.ranks_by_heads:
-        q = q.sum(dim=3, keepdim=True)
-    return quantize(q, 3, 4)[0].flatten(2, 3)
+    shared, by_heads = config.query_heads_share_selected_kv, config.ranks_by_heads
+    if shared and not by_heads:
+        q = reduce(q, "b i (k g) d -> b i k d", "sum", k=kv_heads)
+    largest = q.abs().amax(dim=-1, keepdim=True)
+    if shared and by_heads:
+        largest = reduce(largest, "b i (k g) 1 -> b i k 1", "max", k=kv_heads)
+        largest = largest.repeat_interleave(q.shape[2] // kv_heads, dim=2)
+    return quantize(q, largest)[0]
 
 
 def quantize_keys(ck: Tensor, d: int, s: int) -> tuple[Tensor, Tensor]:
     """Integers of windows [b w k d] and their sizes [b k 1 1 w]: one for each block and KV head. A
     candidate is complete, so that no later key changes its size."""
     W, per_block = ck.shape[1], blocks.windows_per_block(d, s)
-    ck = F.pad(ck, (0, 0, 0, 0, 0, -W % per_block))
-    ck, size = quantize(rearrange(ck, "b (c w) k d -> b c w k d", w=per_block), 2, 4)
-    size = repeat(size, "b c 1 k 1 -> b k 1 1 (c w)", w=per_block)
-    return ck.flatten(1, 2)[:, :W], size[..., :W]
+    num_blocks = free_size(-(-W // per_block))
+    largest = F.pad(ck.abs().amax(dim=-1), (0, 0, 0, num_blocks * per_block - W))
+    largest = largest.unflatten(1, (num_blocks, per_block)).amax(dim=2)
+    largest = repeat(largest, "b c k -> b (c w) k 1", w=per_block)[:, :W]
+    integers, size = quantize(ck, largest)
+    return integers, rearrange(size, "b w k 1 -> b k 1 1 w")
 
 
 def importance_scores(
