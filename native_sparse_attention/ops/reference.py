@@ -360,10 +360,12 @@ def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
 
 
 def quantize(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """8-bit integers of x, as floats, and their size, where |x| is at most `largest`: `x / size`
-    rounded half to even, with `size = largest * (1 / 127)`, each step in float32."""
-    size = largest.clamp(min=1e-30) * (1 / 127)
-    return (x / size).round(), size
+    """8-bit integers of x, as floats, where |x| is at most `largest`, and their size: the exact
+    product of x and `127 / largest` rounded half to even, and `largest / 127`."""
+    largest = largest.clamp(min=1e-30)
+    exact = torch.float32 if x.device.type == "mps" else torch.float64  # all that MPS has
+    integers = (x.to(exact) * (127 / largest).to(exact)).round()
+    return integers.to(x.dtype), largest * (1 / 127)
 
 
 def quantize_queries(q: Tensor, kv_heads: int, config: AttentionConfig) -> Tensor:

@@ -116,26 +116,25 @@ def two_halves(x, ROWS: tl.constexpr = 1):
 
 
 @triton.jit
-def round_even(x):
-    """Floats below 2^22 rounded half to even."""
-    return (x + 12582912.0) - 12582912.0
+def integers(x, largest):
+    """8-bit integers of x [M, D] of float32, as floats, where |x| is at most `largest` [M]:
+    `reference.quantize`. Products are exact: rounded once, where 12582912 is added."""
+    factor = tl.div_rn(tl.full(largest.shape, 127.0, tl.float32), tl.maximum(largest, 1e-30))
+    return tl.fma(x, factor[:, None], tl.full(x.shape, 12582912.0, tl.float32)) - 12582912.0
 
 
 @triton.jit
 def size_of_integers(largest):
-    """The size of 8-bit integers of numbers up to `largest`."""
     return tl.maximum(largest, 1e-30) * 0.007874015748031496
 
 
 @triton.jit
 def quantize(x, ROWS: tl.constexpr):
-    """Rows x [M, D] of float32 as 8-bit integers, as floats, and their sizes [M], one for each ROWS
-    of them: `reference.quantize`."""
+    """`integers` of rows x [M, D], and their sizes [M], one for each ROWS of them."""
     M: tl.constexpr = x.shape[0]
     largest = tl.max(tl.reshape(tl.abs(x), [M // ROWS, ROWS * x.shape[1]]), 1)
-    size = size_of_integers(largest)
-    size = tl.reshape(tl.broadcast_to(size[:, None], [M // ROWS, ROWS]), [M])
-    return round_even(tl.div_rn(x, size[:, None])), size
+    largest = tl.reshape(tl.broadcast_to(largest[:, None], [M // ROWS, ROWS]), [M])
+    return integers(x, largest), size_of_integers(largest)
 
 
 @triton.jit

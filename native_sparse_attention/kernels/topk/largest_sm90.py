@@ -96,14 +96,14 @@ def nsa_topk_key_tiles(ck, keys, sizes, W, K, C, GROUPS, sign, F: tl.constexpr):
     size = (exponent << 23).to(tl.float32, bitcast=True)
     if F.BITS == 8:
         size = steps.size_of_integers(largest)
-        key_size = tl.sum(tl.where(i[None] == block[:, None], size[None], 0.0), 1)
+        key_largest = tl.sum(tl.where(i[None] == block[:, None], largest[None], 0.0), 1)
     tl.store(sizes + line.to(tl.int64) * (GROUPS * 4) + group * 4 + i, size)
     for step in range(F.STEPS):
         w = tl.minimum(tl.minimum(c, C - 1) * F.PER_BLOCK + step * 32 + key, W - 1)
         rows = b * ck.b + h * ck.h + w.to(tl.int64) * ck.n
         x = steps.load_rows(ck.ptr, rows, F.D, F.D, n >= 0).to(tl.float32)
         if F.BITS == 8:
-            x = steps.round_even(tl.div_rn(x, key_size[:, None])) * sign
+            x = steps.integers(x, key_largest) * sign
         else:
             x *= factor[:, None]
         row = ((line.to(tl.int64) * GROUPS + group) * F.STEPS + step) * 128 + n
