@@ -76,7 +76,7 @@ SETTINGS: Table = {
         layer_indices,
         "auto",
         "auto",
-        "layers that rank nothing, such as 1,3 (auto: a third of one softmax, from 16384 tokens)",
+        "layers that rank nothing, such as 0,2 (auto: a third of one softmax, from 16384 tokens)",
     ),
     "backend": (("auto", "eager", "flex", "triton"), "auto", "auto", "who computes attention"),
     "seq_len": (tokens, 256, 512, "tokens in a training sequence"),

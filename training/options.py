@@ -37,7 +37,7 @@ def layer_indices(text: str) -> str:
     """The kind of `--local-layers`."""
     if text in ("auto", "none") or re.fullmatch(r"\d+(,\d+)*", text):
         return text
-    raise argparse.ArgumentTypeError(f"{text!r} is not auto, none or indices such as 1,3")
+    raise argparse.ArgumentTypeError(f"{text!r} is not auto, none or indices such as 0,2")
 
 
 count, whole, real = number(int, 1, 2**31 - 1), number(int, 0, 2**31 - 1), number(float)

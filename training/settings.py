@@ -40,8 +40,8 @@ def new_settings(given: Namespace, table: Table) -> Namespace:
     if usual["local_layers"] == "auto":
         usual["local_layers"] = "none"
         if attention == "one-softmax" and length >= LOCAL_FROM:
-            # every second one from the second on: "1,3" of 6
-            third = range(1, usual["depth"] - 1, 2)[: usual["depth"] // 3]
+            # every second one from the first on, "0,2" of 6: others cost more in docs/training.md
+            third = range(0, usual["depth"] - 1, 2)[: usual["depth"] // 3]
             usual["local_layers"] = ",".join(map(str, third)) or "none"
     cfg = Namespace(**{name: usual[name] for name in table})
     local = [] if cfg.local_layers == "none" else map(int, cfg.local_layers.split(","))
