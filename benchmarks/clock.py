@@ -62,7 +62,7 @@ DROP_IN: dict[str, dict[str, Any]] = {
 HEADS = {"layer, 32/8": (32, 8), "layer, 64/4": (64, 4)}
 SUBJECTS = (*HEADS, "transformer", "llama")
 CHARTED = "transformer"
-LINES = ("dense", "one softmax, mean query", "one softmax, ranked by means", "three branches")
+LINES = ("dense", "one softmax", "one softmax, ranked by means", "three branches")
 LAYER = dict(dim=4096, dim_head=128, causal=True)
 MODEL = dict(num_tokens=256, dim=2048, depth=4, heads=16, kv_heads=4, dim_head=128, causal=True)
 QUICK: dict[str, dict[str, Any]] = {
@@ -179,6 +179,7 @@ def calls_of(subject: str, net: Any, x: Tensor) -> tuple[Callable[[], Any], Call
     """Both passes and a forward, in the order of `passes_of`."""
     if is_layer(subject):
         x, d_out = x.requires_grad_(), torch.ones_like(x)
+    prompt = x[:, 1:] if subject == "transformer" else x
 
     def both() -> None:
         if is_layer(subject):
@@ -192,7 +193,7 @@ def calls_of(subject: str, net: Any, x: Tensor) -> tuple[Callable[[], Any], Call
 
     def forward() -> None:
         with torch.no_grad():
-            net(x, **(dict(logits_to_keep=1) if subject == "llama" else {}))
+            net(prompt, **(dict(logits_to_keep=1) if subject == "llama" else {}))
 
     return both, forward
 
@@ -250,7 +251,11 @@ def table_of(rows: Sequence[Row], subject: str, mode: str = "eager") -> str:
     ) if run else NO_ROWS  # fmt: skip
 
 
-TABLES = {PAGE: {"clock": functools.partial(table_of, subject=CHARTED)}}
+TABLES = {PAGE: {
+    "clock": functools.partial(table_of, subject=CHARTED),
+    "clock layer": functools.partial(table_of, subject="layer, 32/8"),
+    "clock llama": functools.partial(table_of, subject="llama"),
+}}  # fmt: skip
 
 
 def plot(rows: Sequence[Row]) -> None:
