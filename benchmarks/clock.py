@@ -51,10 +51,13 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     )),
     "short windows": ("short-windows", {}),
 }  # fmt: skip
+# of whole models: every second layer takes the block indices of the one before
+SHARED = "one softmax, a ranking for 2 layers"
 # of the drop-in, which has 16 bits by default
 DROP_IN: dict[str, dict[str, Any]] = {
     "dense": {},
     "one softmax": dict(ranking_bits=8),
+    SHARED: dict(ranking_bits=8),
     "one softmax, 16 bits": {},
     "one softmax, mean query": MEAN_QUERY,
     "one softmax, ranked by means": MEANS,
@@ -78,7 +81,8 @@ ZERO = "dk_intrablock_positions"
 
 
 def forms_of(subject: str) -> Sequence[str]:
-    return [*DROP_IN] if subject == "llama" else [*FORMS]
+    more = [SHARED] if subject == "transformer" else []
+    return [*DROP_IN] if subject == "llama" else [*FORMS, *more]
 
 
 def make(subject: str, form: str, T: int, quick: bool) -> nn.Module:
@@ -92,11 +96,17 @@ def make(subject: str, form: str, T: int, quick: bool) -> nn.Module:
         enable = getattr(net, "activation_checkpointing_enable", None)  # since 5.24
         (enable or net.gradient_checkpointing_enable)(dict(use_reentrant=False))
         net.config.use_cache = False
-        return net if form == "dense" else use_sparse_attention(net, DROP_IN[form])
+        if form == "dense":
+            return net
+        shared = range(0, net.config.num_hidden_layers, 2) if form == SHARED else None
+        return use_sparse_attention(net, DROP_IN[form], share_ranking=shared)
     small = QUICK[subject.partition(",")[0]] if quick else {}
-    settings = preset(FORMS[form][0], T, FORMS[form][1])
+    name, changes = FORMS.get(form, ("one-softmax", {}))
+    settings = preset(name, T, changes)
     if subject == "transformer":
-        net = Transformer(**MODEL | small, use_sparse_attn=True, sparse_attn_kwargs=settings)
+        model: dict[str, Any] = dict(MODEL, use_sparse_attn=True, sparse_attn_kwargs=settings)
+        shared = range(0, (model | small)["depth"], 2) if form == SHARED else None
+        net = Transformer(**model | small, share_ranking=shared)
     else:
         heads, kv_heads = HEADS[subject]
         heads, kv_heads = (4, 2) if quick else (heads, kv_heads)
@@ -107,17 +117,13 @@ def make(subject: str, form: str, T: int, quick: bool) -> nn.Module:
     return net
 
 
-def is_layer(subject: str) -> bool:
-    return subject in HEADS
-
-
 def passes_of(subject: str) -> tuple[str, str]:
-    return ("both passes", "forward") if is_layer(subject) else ("training step", "prefill")
+    return ("both passes", "forward") if subject in HEADS else ("training step", "prefill")
 
 
 def draw(subject: str, net: Any, T: int, device: torch.device) -> Tensor:
     """Inputs of a layer [1 T dim], or ids [1 T]."""
-    if is_layer(subject):
+    if subject in HEADS:
         return torch.randn(1, T, net.config.dim, device=device, dtype=torch.bfloat16)
     return torch.randint(0, 256, (1, T), device=device)
 
@@ -127,7 +133,7 @@ def draw(subject: str, net: Any, T: int, device: torch.device) -> Tensor:
 
 def outputs(subject: str, net: Any, x: Tensor) -> dict[str, Tensor]:
     """Of a layer its output, and the gradients of its input and weights; of a model its logits."""
-    if not is_layer(subject):
+    if subject not in HEADS:
         with torch.no_grad():
             out = net(x)
         return {"logits": out if isinstance(out, Tensor) else out.logits}
@@ -177,12 +183,12 @@ def largest_share(
 
 def calls_of(subject: str, net: Any, x: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Both passes and a forward, in the order of `passes_of`."""
-    if is_layer(subject):
+    if subject in HEADS:
         x, d_out = x.requires_grad_(), torch.ones_like(x)
     prompt = x[:, 1:] if subject == "transformer" else x
 
     def both() -> None:
-        if is_layer(subject):
+        if subject in HEADS:
             net(x).backward(d_out)
             x.grad = None
         elif subject == "llama":
@@ -272,7 +278,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lengths", type=int, nargs="+", default=list(LENGTHS))
     add("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
-    add("--forms", nargs="+", choices=FORMS, default=[*FORMS])
+    add("--forms", nargs="+", choices=[*FORMS, SHARED], default=[*FORMS, SHARED])
     add("--modes", nargs="+", choices=MODES, default=["eager"], help="graphs are of layers")
 
 
@@ -291,7 +297,7 @@ def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
             finally:
                 del net
                 common.release()
-            for mode in [mode for mode in args.modes if mode != "graph" or is_layer(subject)]:
+            for mode in [mode for mode in args.modes if mode != "graph" or subject in HEADS]:
                 for T in lengths:
                     call = functools.partial(measure, subject, form, mode, T, args.quick, device)
                     row = common.attempt(call, device)

@@ -11,7 +11,7 @@ weights that they share. The first seed tries every learning rate at the first l
 one is used for the other seeds and lengths, for each text alone. Each run is resumable, see
 `runs_pool.py`.
 
-In this order, `--out` of its own for what only searches, `--recipe muon` throughout:
+In this order, `--out` of its own for what only searches:
 
 1. Dense attention and the form with local layers, T = 8192, 100 MB, five seeds, three texts. The
    recipe stands if seeds of dense attention deviate by at most 0.01 bits, none by 0.03, and if at
@@ -51,7 +51,7 @@ from training.forward import autocast, compiled, loss_of
 
 from . import common, corpus, runs_pool
 from .common import NO_ROWS, Row, length
-from .recipe import RECIPES, Recipe, averaged, parsed, start
+from .recipe import RECIPES, Recipe, averaged, parsed
 from .runs_pool import Job, Run, Variants, by_variant, on, spread, sweep
 from .variants import VARIANTS, Settings, build, check, describe, ranking_of, scaled
 
@@ -69,13 +69,13 @@ class Plan:
     lengths: tuple[int, ...] = (8192,)
     seeds: tuple[int, ...] = (0, 1, 2)
     lrs: tuple[float, ...] = ()
-    train_bytes: int = 150_000_000
+    train_bytes: int = 100_000_000
     held_out_bytes: int = 4_000_000
     needles: int = 64
     points: int = 50
     precision: str = "bf16"
     compile: bool = False
-    recipe: Recipe = RECIPES["old"]
+    recipe: Recipe = RECIPES["muon"]
     base: dict[str, Any] = field(default_factory=lambda: dict(SHAPE))
 
     def __post_init__(self) -> None:
@@ -126,7 +126,6 @@ def execute(spec: dict[str, Any], run: Run) -> Row:
     cfg = runs_pool.config(spec, run)
     cfg.compile = "on" if spec["compile"] else "off"
     model = build(layer_settings(settings, cfg.qk_norm), spec["shape"], spec["seed"])
-    start(model, cfg.start)
     model, average = model.to(run.device), averaged(model.to(run.device), cfg)
     forward = compiled(model, cfg)
     tokens = spec["batch"] * spec["T"]
@@ -411,9 +410,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     runs_pool.options(parser)
     add = parser.add_argument
     add("--data", type=Path, nargs="+", help="texts of benchmarks.corpus, or any files of bytes")
-    add("--recipe", nargs="+", default=["old"], metavar="NAME,FIELD=VALUE", help="see recipe.py")
+    add("--recipe", nargs="+", default=["muon"], metavar="NAME,FIELD=VALUE", help="see recipe.py")
     add("--lengths", type=int, nargs="+", default=[8192], metavar="T")
-    add("--bytes", type=int, default=150_000_000, help="to train on, each run")
+    add("--bytes", type=int, default=100_000_000, help="to train on, each run")
     add("--compile", action="store_true", help="torch.compile with CUDA graphs")
 
 

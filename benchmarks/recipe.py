@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from native_sparse_attention import Transformer
 from train_enwik8 import build_optimizer, learning_rate
 
-OPTIMIZERS, SCHEDULES, STARTS = ("adamw", "muon"), ("cosine", "linear"), ("default", "zero")
+OPTIMIZERS, SCHEDULES = ("adamw", "muon"), ("cosine", "linear")
 # rows and columns of a matrix that Muon trains, at least: not the gates
 LEAST = 32
 
@@ -40,7 +40,6 @@ class Recipe:
     average:       share of the steps that a moving average of the weights remembers, which is
                    tested; 0 tests the last weights
     qk_norm:       of every layer
-    start:         "zero": output projections of attention and feed-forward begin at 0
     shape:         arguments of Transformer that replace those of the benchmark
     """
 
@@ -56,12 +55,11 @@ class Recipe:
     short_tokens: int = 512
     average: float = 0.0
     qk_norm: bool = False
-    start: str = "default"
     name: str = "old"
     shape: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        names = dict(optimizer=OPTIMIZERS, schedule=SCHEDULES, start=STARTS)
+        names = dict(optimizer=OPTIMIZERS, schedule=SCHEDULES)
         for name, known in names.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
@@ -152,12 +150,3 @@ def averaged(model: Transformer, cfg: Namespace) -> AveragedModel | None:
         return None
     decay = 1 - 1 / max(1.0, cfg.average * cfg.steps)
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
-
-
-def start(model: Transformer, how: str) -> None:
-    """Set initial weights as a recipe says."""
-    if how == "zero":
-        blocks: list[Any] = list(model.layers)
-        for attention, feed_forward in blocks:
-            nn.init.zeros_(attention.combine_heads.weight)
-            nn.init.zeros_(feed_forward[-1].weight)

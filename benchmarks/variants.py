@@ -69,7 +69,8 @@ STAGES: Settings = dict(
 RANKINGS: dict[str, Settings] = {
     "any head": dict(importance="head_max"),
     "any head, 8 bits": ANY_HEAD,
-    "any head, R = 4": dict(importance="head_max", selection_stride=4),
+    "any head, 8 bits, R = 4": dict(ANY_HEAD, selection_stride=4),
+    "any head, 8 bits, one ranking for 2 layers": dict(ANY_HEAD, share_ranking=2),
     "any head, two stages": dict(importance="head_max", **STAGES),
     "R = 4": dict(selection_stride=4),
     "R = 16": dict(selection_stride=16),
