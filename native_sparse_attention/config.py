@@ -121,7 +121,7 @@ class AttentionConfig:
     def check(self) -> None:
         """Check the settings, and keep plain values: any integral type becomes `int`."""
         sizes = (
-            "compress_block_size", "compress_block_sliding_stride", "selection_block_size",
+            "compress_block_sliding_stride", "compress_block_size", "selection_block_size",
             "selection_stride",
         )  # fmt: skip
         flags = [name for name, default in DEFAULTS.items() if isinstance(default, bool)]
@@ -135,7 +135,7 @@ class AttentionConfig:
         self.keep(branches=check_branches(self.branches), scale=check_scale(self.scale))
         check_block_sizes(self.block_sizes)
         check_choice("importance", self.importance, (*IMPORTANCE_RULES, "given"))
-        l, d, s, stride = (getattr(self, name) for name in sizes)
+        d, l, s, stride = (getattr(self, name) for name in sizes)
         # token positions must fit into 32 bits
         limit = TOO_LARGE // s + 1
         self.keep_checked(

@@ -33,12 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..block_sizes import BlockSizes, check_block_sizes
+from ..block_sizes import BlockSizes
 from ..checks import (
     BRANCHES,
     FLOAT_DTYPES,
     INDEX_DTYPES,
-    TOO_LARGE,
     check_bool,
     check_callable,
     check_documents,
@@ -46,9 +45,7 @@ from ..checks import (
     check_groups,
     check_int,
     check_offset,
-    check_positive,
     check_same,
-    check_scale,
     check_shapes,
     check_tensor,
     check_type,
@@ -190,17 +187,6 @@ def expand_heads(call: Call) -> Call:
     if call.block_indices is None or call.block_indices.shape[2] != 1 or call.k is None:
         return call
     return call.but(block_indices=call.block_indices.expand(-1, -1, call.k.shape[2], -1))
-
-
-def branch_config(
-    causal: Any, scale: Any, soft_cap: Any, block_sizes: Any = None, **settings: Any
-) -> AttentionConfig:
-    """The config of an operation of one branch, whose `settings` are checked."""
-    check_block_sizes(block_sizes)
-    return AttentionConfig.unchecked(
-        causal=check_bool("causal", causal), scale=check_scale(scale), block_sizes=block_sizes,
-        soft_cap=check_positive("soft_cap", soft_cap), **settings,
-    )  # fmt: skip
 
 
 def attend(op: str, call: Call, config: AttentionConfig, backend: Any, return_lse: Any) -> Any:
@@ -370,10 +356,11 @@ def compressed_attention(
     Returns:
         [B, T, H, E], and with `return_lse` also [B, T, H].
     """
-    d = check_int("compress_block_sliding_stride", compress_block_sliding_stride, 1)
-    config = branch_config(
-        causal, scale, soft_cap, block_sizes, branches=("compressed",),
-        compress_block_sliding_stride=d,
+    d = compress_block_sliding_stride
+    config = AttentionConfig(
+        compress_block_sliding_stride=d, compress_block_size=d, selection_block_size=1,
+        branches=("compressed",), causal=causal, scale=scale, soft_cap=soft_cap,
+        block_sizes=block_sizes,
     )  # fmt: skip
     call = Call(
         q, ck=ck, cv=cv, mem_k=mem_k, mem_v=mem_v, sinks=sinks, documents=documents,
@@ -526,13 +513,12 @@ def selected_attention(
     Returns:
         [B, T, H, E], and with `return_lse` also [B, T, H].
     """
-    s = check_int("selection_block_size", selection_block_size, 1)
-    limit = TOO_LARGE // s + 1
-    initial = check_int("num_initial_blocks", num_initial_blocks, 0, limit)
-    local = check_int("num_local_blocks", num_local_blocks, 0, limit)
-    config = branch_config(
-        causal, scale, soft_cap, block_sizes, branches=("selected",), selection_block_size=s,
-        num_selected_blocks=0, num_initial_blocks=initial, num_local_blocks=local,
+    config = AttentionConfig(
+        compress_block_size=1, compress_block_sliding_stride=1,
+        selection_block_size=selection_block_size, num_selected_blocks=0,
+        num_initial_blocks=num_initial_blocks, num_local_blocks=num_local_blocks,
+        branches=("selected",), causal=causal, scale=scale, soft_cap=soft_cap,
+        block_sizes=block_sizes,
     )  # fmt: skip
     call = Call(
         q, k, v, sinks=sinks, gates=gates, block_indices=block_indices, documents=documents,
@@ -568,9 +554,9 @@ def sliding_window_attention(
     Returns:
         [B, T, H, E], and with `return_lse` also [B, T, H].
     """
-    w = check_int("sliding_window_size", sliding_window_size, 0)
-    config = branch_config(
-        causal, scale, soft_cap, block_sizes, branches=("window",), sliding_window_size=w
-    )
+    config = AttentionConfig(
+        sliding_window_size=sliding_window_size, branches=("window",), causal=causal, scale=scale,
+        soft_cap=soft_cap, block_sizes=block_sizes,
+    )  # fmt: skip
     call = Call(q, k, v, sinks=sinks, documents=documents, q_offset=q_offset)
     return attend("sliding_window_attention", call, config, backend, return_lse)
