@@ -172,12 +172,9 @@ def check_share_ranking(layers: Any, selecting: Sequence[int], count: int) -> di
 
 
 def check_number(
-    name: str,
-    value: Any,
-    expected: str = "a finite number",
-    minimum: float = -LARGEST,
+    name: str, value: Any, expected: str = "a finite number", minimum: float = -LARGEST,
     maximum: float = LARGEST,
-) -> float:
+) -> float:  # fmt: skip
     """Check a real number: `minimum <= value <= maximum`."""
     try:
         is_real = isinstance(value, Real) and not isinstance(value, bool)

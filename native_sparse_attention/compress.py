@@ -365,10 +365,7 @@ def compress_windows(windows: dict[str, Tensor], networks: Networks) -> dict[str
 
 
 def compress_sequences(
-    raw: dict[str, Tensor],
-    networks: Networks,
-    config: NSAConfig,
-    documents: Documents | None,
+    raw: dict[str, Tensor], networks: Networks, config: NSAConfig, documents: Documents | None
 ) -> dict[str, Tensor]:
     """`compress_windows` of whole sequences [b h n d]. Sliding networks read the sequence without
     copying windows."""

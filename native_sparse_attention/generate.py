@@ -37,12 +37,9 @@ def check_stop(tokens: Any, num_tokens: int) -> list[int]:
 
 
 def token_sampler(
-    temperature: float,
-    filter_thres: float,
-    top_p: float | None,
-    generator: torch.Generator | None,
-    top_k: int | None = None,
-) -> Callable[[Tensor], Tensor]:
+    temperature: float, filter_thres: float, top_p: float | None,
+    generator: torch.Generator | None, top_k: int | None = None,
+) -> Callable[[Tensor], Tensor]:  # fmt: skip
     """Check the arguments of `Transformer.stream`, and return a function that samples one token per
     sequence, [b], from logits [b vocabulary]."""
     check_generator(generator)
@@ -150,14 +147,9 @@ class Decoder:
 
 @torch.no_grad()
 def generate(
-    model: Any,
-    prompt: Tensor,
-    prompt_lengths: list[int],
-    steps: int,
-    choose: Callable[[Tensor], Tensor],
-    use_cache_kv: bool,
-    stop: list[int],
-) -> Iterator[Tensor]:
+    model: Any, prompt: Tensor, prompt_lengths: list[int], steps: int,
+    choose: Callable[[Tensor], Tensor], use_cache_kv: bool, stop: list[int],
+) -> Iterator[Tensor]:  # fmt: skip
     """Yield up to `steps` tokens [b] after prompts [b n], whose first `prompt_lengths` tokens are
     real. `choose` makes tokens of logits [b vocabulary]."""
     decoder = Decoder(model, len(prompt), max(prompt_lengths) + steps) if use_cache_kv else None

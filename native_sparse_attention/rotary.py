@@ -78,13 +78,6 @@ class Rotary(Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def exact_frequencies(rotary: Rotary | RotaryEmbedding, device: torch.device) -> Tensor:
-    """Frequencies in fp32 or better, unless they are learned in a narrower dtype."""
-    if isinstance(rotary, Rotary):
-        return rotary()  # type: ignore[no-any-return]
-    return rotary(torch.ones(1, device=device))[0, ::2]  # angles of pairs at position 1
-
-
 def is_rounded(loaded: Tensor, exact: Tensor) -> bool:
     """Whether frequencies are `exact` in less precision. In a narrow dtype they must be within its
     rounding; in a wide dtype they must equal `exact` rounded to a narrow dtype."""
@@ -159,7 +152,10 @@ def rotate(
     if rotary is None:
         return tensors
     like = tensors[0]
-    freqs = exact_frequencies(rotary, like.device)
+    if isinstance(rotary, Rotary):
+        freqs = rotary()
+    else:  # angles of pairs at position 1, which may be learned in a narrower dtype
+        freqs = rotary(torch.ones(1, device=like.device))[0, ::2]
     freqs = freqs if every == 1 else freqs[::every].contiguous()
     if backend == "triton" and not freqs.requires_grad:
         return run_kernel(tensors, freqs, start, positions, float(rotary.interpolate_factor))

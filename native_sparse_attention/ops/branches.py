@@ -104,9 +104,6 @@ def no_blocks(call: Call, config: AttentionConfig, n: int) -> Tensor:
     return call.q.new_full((*call.q.shape[:2], heads, n), -1, dtype=torch.int32)
 
 
-# the selected branch alone
-
-
 def attend_one_softmax(
     call: Call, config: AttentionConfig, backend: str, keep_slots: bool
 ) -> tuple[Tensor, Tensor | None]:

@@ -62,9 +62,6 @@ def refuse_batched(*grads: Tensor) -> None:
         )
 
 
-# softmax attention, tile by tile
-
-
 class Plan(NamedTuple):
     """Which tiles to visit, and how to form their logits: for each chunk of queries, which cover
     all queries, its chunks of keys; and the logit of masked pairs. If `mask_value` is finite, it
@@ -215,9 +212,6 @@ def attend(
     return (out, lse) if return_lse else out
 
 
-# selection, a chunk of queries at a time
-
-
 def scores_of_query(call: Call, config: AttentionConfig) -> int:
     """Scores that the ranking of one query forms at once."""
     q, ck, mem_k = call.q, call.ck, call.mem_k
@@ -273,9 +267,6 @@ def selection_gates(call: Call, config: AttentionConfig, block_indices: Tensor) 
     get the specification, of memory O(T S / d). Blocks other than -1 must be candidates."""
     form = reference.gate if torch.compiler.is_compiling() else gate
     return reference.selection_gates(call, config, block_indices, form)
-
-
-# the backend
 
 
 def forms_few(scores_of_query: int, q: Tensor) -> bool:

@@ -60,8 +60,6 @@ from .call import Call
 from .chunked import selection_gates
 from .packed import takes_documents
 
-# checks of calls
-
 AXES = dict(
     q="B T H D", cq="B T H D", k="B S K D", v="B S K E", ck="B W K D", cv="B W K E", mem_k="K m D",
     mem_v="K m E", window_k="B S K D", window_v="B S K E", block_indices="B T R n", gates="B T R n",
@@ -197,9 +195,6 @@ def attend(op: str, call: Call, config: AttentionConfig, backend: Any, return_ls
         call = call.branch("compressed", config.branches)
     name = dispatch.choose(backend, op, call, config)
     return dispatch.MODULES[name].attend_branch(call, config, return_lse)
-
-
-# operations
 
 
 @takes_documents

@@ -83,9 +83,6 @@ class Attention(torch.autograd.Function):
         return None, None, *grads
 
 
-# operators
-
-
 def attend_fake(inputs: list[Any], start: int, key: str, trains: bool) -> list[Tensor]:
     from ...kernels.common import launch
 
@@ -180,9 +177,6 @@ def compile_first(t: Call, config: AttentionConfig, trains: bool) -> None:
     # out of memory: kernels compile at their launch instead
     with contextlib.suppress(torch.OutOfMemoryError):
         precompile.compile_ahead(dry_run)
-
-
-# launches
 
 
 def forward(t: Call, config: AttentionConfig) -> list[Tensor]:
@@ -420,9 +414,6 @@ def backward_branches(
     return grads if is_single else grads | memory_grads(t, compressed, cmp)
 
 
-# arguments of the launches
-
-
 def empty_block_indices(t: Call, config: AttentionConfig) -> Tensor:
     """Allocate [B T R n], like the block indices if given; nothing without a selection."""
     if "selected" not in config.branches:
@@ -511,9 +502,6 @@ def range_inputs(branch: str, t: Call, config: AttentionConfig) -> Any:
         k, v = t.window_k, t.window_v
     kind = primitives.CAUSAL_WINDOW if config.causal else primitives.TWO_SIDED_WINDOW
     return flash.Inputs(q, k, v, KVRange(kind.value, config.sliding_window_size, **common), scale)
-
-
-# the ranking alone
 
 
 @operator(
