@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 
-from .checks import FLOAT_DTYPES, as_int, check_groups, check_int, check_ints, check_type, refusal
+from .checks import FLOAT_DTYPES, as_int, check_groups, check_int, check_ints, refusal
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,3 @@ NAMES = tuple(field.name for field in fields(BlockSizes))
 # the most elements along an axis of a Triton tile
 LARGEST = 2**20
 BACKWARD = NAMES[6:]
-
-
-def check_block_sizes(block_sizes: Any) -> None:
-    if block_sizes is not None:
-        check_type("block_sizes", block_sizes, BlockSizes, "a BlockSizes or None")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .block_sizes import NAMES, BlockSizes, check_block_sizes
+from .block_sizes import NAMES, BlockSizes
 from .blocks import GROUP
 from .checks import (
     BACKENDS,
@@ -29,6 +29,7 @@ from .checks import (
     check_number,
     check_positive,
     check_scale,
+    check_type,
     refusal,
 )
 from .presets import BY_KEYS, NEEDED, RECOMMENDED, WITHOUT_COMPRESSED, preset
@@ -133,7 +134,8 @@ class AttentionConfig:
         self.keep_checked(check_bool, *flags)
         self.keep_checked(check_positive, "soft_cap")
         self.keep(branches=check_branches(self.branches), scale=check_scale(self.scale))
-        check_block_sizes(self.block_sizes)
+        if self.block_sizes is not None:
+            check_type("block_sizes", self.block_sizes, BlockSizes, "a BlockSizes or None")
         check_choice("importance", self.importance, (*IMPORTANCE_RULES, "given"))
         d, l, s, stride = (getattr(self, name) for name in sizes)
         # token positions must fit into 32 bits
@@ -350,9 +352,9 @@ class NSAConfig(AttentionConfig):
             (causal).
         selection_stride: R; R neighbouring tokens share the ranking of the first of them. R divides
             s.
-        num_selected_groups: n1, ranks in two stages: groups of 4 blocks by their windows first,
-            once for the tokens of a group, and then for every token the blocks of the n1 best
-            groups by their largest logit. `dense_length` is a multiple of a group. 0 for one stage.
+        num_selected_groups: n1, ranks in two stages: groups of 4 blocks first, and then the blocks
+            of the n1 best groups (`select_blocks`). `dense_length` is a multiple of a group. 0 for
+            one stage.
         ranking_bits: 16, or 8: queries and keys are rounded to 8-bit integers for the ranking alone
             (importance="max" or "head_max", causal, without "compressed" and num_selected_groups).
         query_heads_share_selected_kv: False lets every query head select for itself.

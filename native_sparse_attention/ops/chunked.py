@@ -5,11 +5,8 @@ Softmax attention goes tile by tile with a running maximum and sum (Rabe and Sta
 2112.05682); the selection goes a chunk of queries at a time. Backwards compute tiles and chunks
 again. `dense/` uses the same tiles.
 
-Half precisions are computed in fp32, products included, and results are rounded once.
-
-    b  batch         i  query        g  query heads of one KV head     d  key width
-    k  KV heads      j  key          r  heads that rank                e  value width
-    n  slots         t  queries that are ranked
+Half precisions are computed in fp32, products included, and results are rounded once. Axes have the
+letters of `reference.py`, and e is the value width.
 """
 
 from __future__ import annotations

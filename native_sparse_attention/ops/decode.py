@@ -99,10 +99,8 @@ def decode_attention(
         counters: `workspace(B, K, device)`: int32 zeros before and after the call. Concurrent steps
             need one each. None: the call allocates it, with one more launch.
 
-        cq: queries that rank blocks, in the shape of q. Without the compressed branch cq and ck may
-            have another width, and cq one query for each KV head, as in `native_sparse_attention`.
-
-    The remaining arguments are those of `native_sparse_attention`.
+    The remaining arguments, cq and the widths of what ranks among them, are those of
+    `native_sparse_attention`.
 
     Returns:
         [B, T, H, E], and with `return_block_indices` also the block indices.
@@ -228,10 +226,8 @@ def decode_eagerly(
         past_end = torch.arange(t.shape[1], device=q.device) >= (ends // every)[:, None]
         # zeros: a weight of 0 does not mask non-finite values
         streams[name] = t.masked_fill(past_end[..., None, None], 0)
-    leader = None
     keeps_ranking = ranking is not None and config.leader_stride > 1
-    if keeps_ranking:
-        leader = read_leaders(ranking, starts)
+    leader = read_leaders(ranking, starts) if keeps_ranking else None
     names = ("q", "cq", "mem_k", "mem_v", "sinks", "branch_gates", "block_indices")
     streams |= {name: getattr(call, name) for name in names}
     whole = Call(**streams, q_offset=starts, leader_indices=leader)
@@ -254,7 +250,7 @@ def read_leaders(ranking: Tensor, starts: Tensor) -> Tensor:
     """The block indices [B, R_, n] of the token before position `starts` [B], from the `ranking` of
     `decode_attention`: those of the group, for tokens whose group began before."""
     last = ((starts.long() - 1) % ranking.shape[2])[:, None, None, None]
-    return ranking.gather(2, last.expand(-1, ranking.shape[1], 1, ranking.shape[3]))[:, :, 0]
+    return ranking.take_along_dim(last, 2)[:, :, 0]
 
 
 def write_rankings(ranking: Tensor, block_indices: Tensor, starts: Tensor, ends: Tensor) -> None:

@@ -1,9 +1,5 @@
-"""The three branches on torch's flex_attention: compiled on CUDA, unfused on the CPU.
-
-Tensors are [B, T, H, D]. Query t has absolute position `q_offset + t`; query head h reads KV head
-`h // (H / K)`. A query that sees no key outputs 0, log-sum-exp -inf (natural logarithm, fp32 or
-better) and zero gradients. `functional.py` checks all arguments, and calls `why_not` first.
-"""
+"""The three branches on torch's flex_attention: compiled on CUDA, unfused on the CPU. Layouts and
+arguments are as in `functional.py`."""
 
 from __future__ import annotations
 
@@ -194,7 +190,6 @@ KEYS = {"compressed": compressed_keys, "selected": selected_keys, "window": wind
 
 
 def attend_branch(call: Call, config: AttentionConfig, return_lse: bool = False) -> Any:
-    """The attention [B T H E] of one branch, and on request its log-sum-exp."""
     if call.has_masks() and (reasons := why_not("attention", call, config)):
         raise NotImplementedError(
             f"flex_attention cannot run a given mask: {'; '.join(reasons)}. Leave the mask out to "

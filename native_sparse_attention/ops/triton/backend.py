@@ -1,7 +1,5 @@
-"""The Triton backend: which calls its kernels support, and the branches on its operators.
-
-Layouts and arguments are as in `functional.py`.
-"""
+"""The Triton backend: which calls its kernels support, and the branches on its operators. Layouts
+and arguments are as in `functional.py`."""
 
 from __future__ import annotations
 
@@ -130,6 +128,5 @@ def native_sparse_attention(call: Call, config: AttentionConfig) -> tuple[Tensor
 
 
 def attend_branch(call: Call, config: AttentionConfig, return_lse: bool = False) -> Any:
-    """The attention [B T H E] of one branch, and on request its log-sum-exp."""
     out, lse, _ = attention(call, config)
     return (out, lse) if return_lse else out
