@@ -93,13 +93,9 @@ class Attention(Started):
         self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
 
     def forward(
-        self,
-        x: Tensor,
-        cache: KVCache | None = None,
-        *,
-        lengths: Sequence[int] | Tensor | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
+        self, x: Tensor, cache: KVCache | None = None, *,
+        lengths: Sequence[int] | Tensor | None = None, documents: Documents | None = None,
+    ) -> Tensor:  # fmt: skip
         """[b, n, dim] -> [b, n, dim]. Arguments as SparseAttention's; `documents` or a cache."""
         check_input(x, self.dim, self.to_q, "x")
         cache = check_cache(cache, False, lengths, self.causal)

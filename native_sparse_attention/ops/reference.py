@@ -540,8 +540,7 @@ def selection_gates(
     call, i, rows, group = ranked_queries(call, config)
     if group is None:
         return gate(call, i, config, block_indices)
-    rows = rows[..., None, None].expand(-1, -1, *block_indices.shape[2:])
-    gates = gate(call, i, config, block_indices.gather(1, rows))
+    gates = gate(call, i, config, block_indices.take_along_dim(rows[..., None, None], 1))
     return share(gates, group, gates.new_ones(()))
 
 

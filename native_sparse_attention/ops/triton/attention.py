@@ -21,7 +21,7 @@ from ... import blocks
 from ...checks import BRANCHES
 from ...config import AttentionConfig, config_of_key
 from ..call import DIFFERENTIABLE, Call, needs_gradient, unflatten
-from .operator import aligned, operator, refuse_higher_derivatives, unit_stride
+from .operator import aligned, operator, unit_stride
 
 BRANCH_GATES = DIFFERENTIABLE.index("branch_gates")
 
@@ -63,7 +63,11 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Any, d_lse: Any, _: Any) -> Any:
-        refuse_higher_derivatives("attention")
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "the kernels of attention give first derivatives only: use backend='eager' for "
+                "second derivatives"
+            )
         saved = ctx.saved_tensors  # read once: activation checkpointing gives them only once
         number = len(ctx.needs_input_grad) - 2
         inputs, block_indices, saved_rows = saved[:number], saved[number], list(saved[number + 1 :])

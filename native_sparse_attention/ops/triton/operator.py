@@ -34,15 +34,6 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     return register
 
 
-def refuse_higher_derivatives(name: str) -> None:
-    """Refuse to differentiate a backward pass; `name` is that of the operation."""
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-        raise NotImplementedError(
-            f"the kernels of {name} give first derivatives only: use backend='eager' for second "
-            "derivatives"
-        )
-
-
 def unit_stride(*tensors: Tensor) -> list[Tensor]:
     """Tensors with a last stride of 1; kernels take any other strides."""
     return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
