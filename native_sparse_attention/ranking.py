@@ -21,15 +21,7 @@ from . import blocks
 from .checks import INTEGER_DTYPES, check_choice, check_generator, check_int, refusal
 from .compat import no_autocast
 from .config import NSAConfig
-from .ops.reference import (
-    append_sinks,
-    candidates,
-    capped,
-    importance_scores,
-    keep_document,
-    masked_softmax,
-    visible_windows,
-)
+from .ops import reference
 from .varlen import Documents, Layout
 
 # what a block is worth: the norm of what it adds to the output, or its attention mass
@@ -73,8 +65,9 @@ def block_targets(
     they see, [b|1 m t], with sinks [h]: its attention mass, or by "output" the norm of what it
     adds to the output, `|| sum_(j in c) p_j (v_j - out) ||`; summed over the heads of a group."""
     s, scale = config.selection_block_size, config.scale_of(q.shape[-1])
-    logits = capped(einsum(q, k, "b k g m d, b k t d -> b k g m t") * scale, config.soft_cap)
-    p, _ = masked_softmax(*append_sinks(logits, visible[:, None, None], sinks))
+    logits = einsum(q, k, "b k g m d, b k t d -> b k g m t") * scale
+    logits = reference.capped(logits, config.soft_cap)
+    p, _ = reference.masked_softmax(*reference.append_sinks(logits, visible[:, None, None], sinks))
     p = p[..., : k.shape[2]]
     pad = -p.shape[-1] % s
     block_probs = rearrange(F.pad(p, (0, pad)), "b k g m (c s) -> b k g m c s", s=s)
@@ -119,7 +112,7 @@ def ranking_loss(
         is_token = is_token & (position < documents.last)  # others lie between documents
     j = torch.arange(n, device=device)
     visible = (j <= position[..., None]) | (not config.causal)
-    visible = keep_document(visible, j, documents, slice(None))
+    visible = reference.keep_document(visible, j, documents, slice(None))
 
     with no_autocast(device.type):
         q, k, v, cq, ck = (tensors[name].float() for name in ("q", "k", "v", "cq", "ck"))
@@ -133,16 +126,16 @@ def ranking_loss(
             exact = heads.detach(), k.detach(), v.detach()
             target = block_targets(*exact, sinks, visible, config, weigh)
             c = torch.arange(blocks.num_blocks(n, s), device=device)
-            candidate = candidates(position, c, len(c), documents, config)
+            candidate = reference.candidates(position, c, len(c), documents, config)
             candidate = (candidate & is_token[..., None])[:, None]
             target = target.masked_fill(~candidate, 0.0)
             total = target.sum(dim=-1, keepdim=True)
             target = target / total.clamp(min=torch.finfo(total.dtype).tiny)
             counts = (candidate.sum(dim=-1) > 1) & (total[..., 0] > 0)
-        scores = importance_scores(
+        scores = reference.importance_scores(
             select_queries(cq, row).transpose(1, 2),
             ck.expand(-1, K, -1, -1).transpose(1, 2), None,
-            visible_windows(position, ck.shape[2], config.d, config.causal, documents), c,
+            reference.visible_windows(position, ck.shape[2], config.d, config.causal, documents), c,
             config.for_functions.but(scale=None),
         )  # fmt: skip
         # finite: a row of -inf alone, of a query without candidates, would have NaN gradients

@@ -15,14 +15,7 @@ from torch import Tensor
 from .. import blocks
 from ..compat import cast_to_autocast_dtype, no_autocast
 from ..config import AttentionConfig
-from ..masks.gallery import soft_cap as soft_cap_mod
-from ..masks.nsa import (
-    block_membership,
-    compress_block_mask,
-    range_block_mask,
-    selected_block_mask,
-    sliding_block_mask,
-)
+from ..masks import gallery, nsa
 from .call import Call, needs_gradient
 from .chunked import select_blocks as select_blocks
 from .reference import prepend_memory, upcast, visible_windows
@@ -86,7 +79,7 @@ def attend(
         if q.dtype == torch.float32 and q.shape[3] > 128:  # its tiles are too large but for 256
             options["kernel_options"] |= {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32}
     if soft_cap is not None:
-        options["score_mod"] = soft_cap_mod(soft_cap)
+        options["score_mod"] = gallery.soft_cap(soft_cap)
     if not return_lse:
         return flex.flex_attention(q, k, v, **options)
     if hasattr(flex, "AuxRequest"):
@@ -114,13 +107,13 @@ def compressed_keys(call: Call, config: AttentionConfig) -> Any:
     if kv_len == 0:
         # flex_attention needs a key: add one that no query sees
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
-        block_mask = sliding_block_mask(T, 1, 0, True, 1, q.device)
+        block_mask = nsa.sliding_block_mask(T, 1, 0, True, 1, q.device)
     elif documents is not None:
         i = torch.arange(call.q_offset, call.q_offset + T, device=q.device)
         bounds = visible_windows(i, kv_len - num_mem, d, config.causal, documents)
-        block_mask = range_block_mask(*bounds, kv_len, num_mem)
+        block_mask = nsa.range_block_mask(*bounds, kv_len, num_mem)
     elif config.causal:
-        block_mask = compress_block_mask(T, kv_len, d, num_mem, call.q_offset, q.device)
+        block_mask = nsa.compress_block_mask(T, kv_len, d, num_mem, call.q_offset, q.device)
     return k, v, block_mask
 
 
@@ -132,7 +125,7 @@ def selected_keys(call: Call, config: AttentionConfig) -> Any:
         return call.k, call.v, fine_block_mask(call, config)
     T, S, s = q.shape[1], call.k.shape[1], config.selection_block_size
     num_blocks = blocks.num_blocks(S, s)
-    membership = block_membership(indices, num_blocks, config, call.q_offset, documents)
+    membership = nsa.block_membership(indices, num_blocks, config, call.q_offset, documents)
     if causal:
         ends = torch.arange(call.q_offset, call.q_offset + T, device=q.device)[None] + 1
     elif documents is None:
@@ -140,7 +133,7 @@ def selected_keys(call: Call, config: AttentionConfig) -> Any:
     else:
         ends = documents.last
     groups = q.shape[2] // indices.shape[2]
-    return call.k, call.v, selected_block_mask(membership, ends, S, s, groups)
+    return call.k, call.v, nsa.selected_block_mask(membership, ends, S, s, groups)
 
 
 def fine_block_mask(call: Call, config: AttentionConfig) -> BlockMask:
@@ -178,11 +171,11 @@ def window_keys(call: Call, config: AttentionConfig) -> Any:
     if documents is not None:
         i = torch.arange(start, start + T, device=q.device)
         lo, hi = documents.first.maximum(i - max_past), documents.last.minimum(i + 1 + max_future)
-        return k, v, range_block_mask(lo, hi, S)
+        return k, v, nsa.range_block_mask(lo, hi, S)
     # drop keys that no query sees, so that every step of a long decode has one shape
     first, last = max(0, start - max_past), min(S, start + T + max_future)
     k, v, offset = k[:, first:last], v[:, first:last], start - first
-    return k, v, sliding_block_mask(T, last - first, max_past, config.causal, offset, q.device)
+    return k, v, nsa.sliding_block_mask(T, last - first, max_past, config.causal, offset, q.device)
 
 
 # the keys and values that queries see, and the block mask
