@@ -68,11 +68,10 @@ def preset(
     longest = LONG if length is None else check_int("length", length, 1)
     lengths, form = FORMS[name]
     sizes = next(sizes for limit, sizes in lengths.items() if longest <= limit)
-    changes = dict(user_settings or {})
     settings: dict[str, Any] = {
         key: size for key, size in zip(SIZES, sizes, strict=False) if size is not None
     }
-    return completed(form | settings, changes)
+    return completed(form | settings, user_settings or {})
 
 
 def completed(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
