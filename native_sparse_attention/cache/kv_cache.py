@@ -13,7 +13,6 @@ slot p of a token stream and in slot `p mod size` of a tail, window w in slot w 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from operator import add
 from typing import Any, NamedTuple
@@ -66,8 +65,8 @@ class NewTokens(NamedTuple):
             return (self.start + self.new) // every - self.start // every
         if self.host is None:
             return -(-self.new // every)
-        firsts = (a // every for a in self.host[0])
-        return max(map(operator.sub, self.ends(every), firsts), default=0)
+        tokens = zip(*self.host, strict=True)
+        return max(((a + n) // every - a // every for a, n in tokens), default=0)
 
     def hide_past_end(self, stream: Tensor, every: int) -> Tensor:
         """A stream [b h n d] with zeros past the end of each sequence: an attention weight of 0
@@ -489,9 +488,8 @@ class KVCache:
             self.check_layer(layer, geometry)
         elif not fits or geometry != self._geometry:
             self._streams, self._tail = {}, {}
-            if not fits:  # of another device
-                device = next(iter(new.values())).device
-                self._known = {name: t.to(device) for name, t in self._known.items()}
+            device = next(iter(new.values())).device
+            self._known = {name: t.to(device) for name, t in self._known.items()}
         self._layer, self._geometry = layer, dict(geometry)
 
     def check_layer(self, layer: Identity, geometry: dict[str, Any]) -> None:

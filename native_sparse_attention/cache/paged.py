@@ -11,7 +11,7 @@ tokens lies in page `page_table[b, w * every // page_size]`, slot `w % (page_siz
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any
 
 import torch
@@ -93,19 +93,12 @@ class PagedKVCache(KVCache):
             raise ValueError(f"cache is full: {needed} pages needed, {held}")
 
     def _assign(self, pages: list[list[int]]) -> None:
-        """Set the pages of each sequence, and update the changed entries of the page table."""
-        changes = [
-            (row, column, page)
-            for row, (new, old) in enumerate(zip(pages, self._pages, strict=True))
-            if new != old
-            for column, (page, old_page) in enumerate(zip_longest(new, old, fillvalue=0))
-            if page != old_page
-        ]
+        """Set the pages of each sequence, and update the changed rows of the page table."""
+        for row, (new, old) in enumerate(zip(pages, self._pages, strict=True)):
+            if new != old:
+                entries = torch.tensor(new + [0] * (self._width - len(new)), dtype=torch.int32)
+                self._known["page_table"][row].copy_(entries, non_blocking=True)
         self._pages = pages
-        if changes:
-            table = self._known["page_table"]
-            rows, columns, numbers = torch.tensor(changes).T.to(table.device, non_blocking=True)
-            table[rows, columns] = numbers.to(table.dtype)
 
     def _allocate(self, new: dict[str, Tensor], ends: list[int], every: int) -> dict[str, Tensor]:
         needed = self._pages_needed([end * every for end in ends])
