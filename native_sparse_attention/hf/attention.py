@@ -17,7 +17,6 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..attention import SparseAttention
-from ..blocks import GROUP
 from ..checks import refusal
 from ..compat import refuse_context_parallel, sdpa
 from ..compress import windows_of
@@ -119,8 +118,7 @@ def attention(
     num_earlier = starts
     first = starts if isinstance(starts, int) else mask.least_position
     if mask.documents is not None:
-        unit = config.selection_block_size * (GROUP if config.num_selected_groups else 1)
-        alignment = 1 if is_window else max(unit, d)
+        alignment = 1 if is_window else max(config.selection_block_size, stride, d)
         layout = mask.share(NSAMask.layout, alignment)
         documents, starts, first = layout.documents, 0, 0
         queries = keys = layout.source, layout.target
@@ -188,16 +186,13 @@ def attention(
         branches.warn_dense(call, config)
         out = branches.attend_densely(call, config, dispatch.choose(backend, op, call, config))
     else:
-        if ranking is not None and not is_whole:
-            call = call.but(leader_indices=decode.read_leaders(ranking, starts))
         backend = dispatch.choose(backend, op, call, config)
-        attend = branches.attend if context is None else context.attend
-        out, block_indices = attend(call, config, backend, context is not None and is_source)
-        if ranking is not None and block_indices is not None:
-            shared: Any = branches.rankings_to_share(call, config, backend, block_indices)
+        if ranking is None:
+            attend = branches.attend if context is None else context.attend
+            out, block_indices = attend(call, config, backend, context is not None and is_source)
+        else:
             ends = starts + (T if counts is None else counts)
-            # without those of the first tokens, where they are dense
-            decode.write_rankings(ranking, shared, starts + (T - shared.shape[1]), ends)
+            out, block_indices = decode.attend_with_rankings(call, config, backend, ranking, ends)
     if is_source and block_indices is not None:  # of a call that is dense at first, with -1 there
         num_dense = q.shape[1] - block_indices.shape[1]
         padding = (0, 0, 0, 0, num_dense, 0)

@@ -226,17 +226,13 @@ def decode_eagerly(
         past_end = torch.arange(t.shape[1], device=q.device) >= (ends // every)[:, None]
         # zeros: a weight of 0 does not mask non-finite values
         streams[name] = t.masked_fill(past_end[..., None, None], 0)
-    keeps_ranking = ranking is not None and config.leader_stride > 1
-    leader = read_leaders(ranking, starts) if keeps_ranking else None
     names = ("q", "cq", "mem_k", "mem_v", "sinks", "branch_gates", "block_indices")
     streams |= {name: getattr(call, name) for name in names}
-    whole = Call(**streams, q_offset=starts, leader_indices=leader)
-    keep_slots = keep_slots or keeps_ranking
-    out, block_indices = branches.attend(whole, config, "eager", keep_slots=keep_slots)
-    if keeps_ranking:
-        shared = branches.rankings_to_share(whole, config, "eager", block_indices)
-        if shared is not None:
-            write_rankings(ranking, shared, starts, ends)
+    whole = Call(**streams, q_offset=starts)
+    if ranking is None or config.leader_stride == 1:
+        out, block_indices = branches.attend(whole, config, "eager", keep_slots)
+    else:
+        out, block_indices = attend_with_rankings(whole, config, "eager", ranking, ends, True)
     if call.counts is None:
         return out, block_indices
     new = torch.arange(T, device=q.device)
@@ -244,6 +240,26 @@ def decode_eagerly(
     if block_indices is not None and call.block_indices is None:
         block_indices = block_indices.masked_fill(padding, -1)
     return out.masked_fill(padding, 0.0), block_indices
+
+
+def attend_with_rankings(
+    call: Call, config: AttentionConfig, backend: str, ranking: Tensor, ends: Tensor,
+    keep_slots: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`branches.attend` of tokens at positions before `ends` [B]. They take rankings of the tokens
+    before them from the `ranking` of `decode_attention`, and write theirs to it."""
+    starts: Any = call.q_offset
+    if isinstance(starts, int):
+        starts = torch.full_like(ends, starts)
+    if isinstance(call.q_offset, Tensor) or call.q_offset > 0:
+        call = call.but(leader_indices=read_leaders(ranking, starts))
+    out, block_indices = branches.attend(call, config, backend, keep_slots)
+    if block_indices is not None:
+        shared: Any = branches.rankings_to_share(call, config, backend, block_indices)
+        # without those of the first tokens, where they are dense
+        num_dense = call.q.shape[1] - shared.shape[1]
+        write_rankings(ranking, shared, starts + num_dense, ends)
+    return out, block_indices
 
 
 def read_leaders(ranking: Tensor, starts: Tensor) -> Tensor:
