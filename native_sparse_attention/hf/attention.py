@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..attention import SparseAttention
-from ..checks import refusal
+from ..checks import check_type, refusal
 from ..compat import refuse_context_parallel, sdpa
 from ..compress import windows_of
 from ..config import GIVEN, NSAConfig
@@ -253,8 +253,7 @@ def check_model(model: Any, is_switched: bool = True) -> PreTrainedModel:
     """The model without an adapter's wrapper. Sparse attention fits it, if it is to be switched."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
-    if not isinstance(model, PreTrainedModel):
-        raise refusal("model", "a PreTrainedModel of transformers", model)
+    check_type("model", model, PreTrainedModel, "a PreTrainedModel of transformers")
     config, name, modules = model.config, type(model).__name__, [*model.modules()]
     sliding_window, problem = getattr(config, "sliding_window", None), None
     is_windowed = sliding_window is not None

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 
 from ..attention import SparseAttention
 from ..cache.kv_cache import KVCache, allocate_zeros, capacity_of
-from ..checks import check_int, refusal
+from ..checks import check_int, check_type, refusal
 from ..compress import unfold, windows_of
 from .configuration import drop_in_config
 from .mask import NSAMask
@@ -57,8 +57,7 @@ def rankings_of(
 
 def window_sizes(config: Any) -> tuple[int, int]:
     """Tokens of a window of the compressed keys, and from window to window, by `model.config`."""
-    if not isinstance(config, PreTrainedConfig):
-        raise refusal("config", "model.config", config)
+    check_type("config", config, PreTrainedConfig, "model.config")
     settings = drop_in_config(config.get_text_config(decoder=True))
     return settings.compress_block_size, settings.d
 
@@ -266,11 +265,8 @@ class KVLayer(CacheLayerMixin):
             if not are_all:
                 options |= dict(lengths=new[:, 0].int()) if T == 1 else dict(mask=new)
         out = layer(x, cache=self.cache, **options)
-        if not self.is_compileable:
-            self.slots += T
-            return out
-        self.slots.add_(T)
-        if not is_compiling:
+        self.slots += T  # in place on a device
+        if self.is_compileable and not is_compiling:
             self.mark()
         return out
 

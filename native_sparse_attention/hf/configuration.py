@@ -64,10 +64,9 @@ def layer_config(
     if not isinstance(user, (NSAConfig, Mapping, type(None))):
         raise refusal(argument, "an NSAConfig, a dict of settings or None", user)
     if isinstance(user, NSAConfig):
-        values = {name: getattr(user, name) for name in (*defaults, *fixed)}
-        needed = {*defaults, "branches"}
-        user = {n: v for n, v in values.items() if n in needed or v != USUAL.get(n)}
-        user = completed(user, settings)
+        values, needed = user.values_of(*defaults, *fixed), {*defaults, "branches"}
+        values = {n: v for n, v in values.items() if n in needed or v != USUAL.get(n)}
+        user = completed(values, settings)
     values = {**(user or {}), **settings}
     for name, value in fixed.items():
         got = values.pop(name, value)

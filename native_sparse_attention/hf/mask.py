@@ -207,9 +207,7 @@ def name_documents(
         if bool(jumps.any()):
             expected = "must count up by 1 within each sequence"
             raise ValueError(f"position_ids {expected}, got others: {HINT}")
-    if not first:
-        return mask
-    return replace(mask, documents=documents)
+    return replace(mask, documents=documents) if first else mask
 
 
 def check_layers(config: Any, name: str) -> None:
