@@ -56,11 +56,7 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> MaskMod:
     """
     step, reach = constant("dilation", dilation, 1), constant("window", window)
     window_mask = sliding_window(int(reach) * int(step), causal)
-
-    def dilated_window_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return window_mask(b, h, i, j) & ((i - j) % int(step) == 0)
-
-    return dilated_window_mask
+    return lambda b, h, i, j: window_mask(b, h, i, j) & ((i - j) % int(step) == 0)
 
 
 def prefix_lm(prefix_length: int) -> MaskMod:
