@@ -23,7 +23,7 @@ from ..checks import (
     describe,
     refusal,
 )
-from ..ops.reference import masked_softmax, times, upcast
+from ..ops.reference import masked_softmax, scores, times, upcast
 from .gallery import ScoreMod, sequence_ids
 from .nsa import MaskMod, block_mask_of
 
@@ -56,22 +56,21 @@ def dense_attention(
     B, H, T, S = (dims[axis] for axis in "BHTS")
     dtype = v.dtype
     q, k, v = upcast(q, k, v)
-    scores = times(q.unflatten(1, (-1, groups)), k.mT).flatten(1, 2)
-    scores = scores * (dims["D"] ** -0.5 if scale is None else scale)
+    logits = scores(q.transpose(1, 2), k.transpose(1, 2), scale).flatten(1, 2)
     if score_mod is not None:
         b, h, i, j = (torch.arange(n, device=q.device) for n in (B, H, T, S))
-        modified = score_mod(scores, b[:, None, None, None], h[:, None, None], i[:, None], j)
+        modified = score_mod(logits, b[:, None, None, None], h[:, None, None], i[:, None], j)
         check_given(**{"what score_mod returns": modified})
         # flex_attention too takes scores of any dtype, and of mods that do not read the score
-        scores = modified.to(scores.dtype).expand_as(scores)
-    allowed = ~scores.isneginf()
+        logits = modified.to(logits.dtype).expand_as(logits)
+    allowed = ~logits.isneginf()
     if mask_mod is not None:
         from torch.nn.attention.flex_attention import create_mask
 
         visible = create_mask(mask_mod, B, H, T, S, device=str(q.device))
         check_tensor("what mask_mod returns", visible, (torch.bool,), q.device)
         allowed = allowed & visible
-    probs, _ = masked_softmax(scores, allowed)
+    probs, _ = masked_softmax(logits, allowed)
     out = times(probs.unflatten(1, (-1, groups)), v)
     return out.flatten(1, 2).to(dtype)
 
