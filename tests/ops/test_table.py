@@ -173,6 +173,9 @@ LAYERS = {
         "paper": PAPER,
         "paper, two-sided": PAPER | dict(causal=False),
         "probs, documents, two-sided": PAPER | dict(lengths=DOCUMENTS, causal=False),
+        "interpolated, documents, two-sided": dict(
+            interpolated_importance_score=True, lengths=DOCUMENTS, causal=False
+        ),
         "16 heads a group": dict(heads=(16, 1, WIDTH, WIDTH)),
         "1 head a group": dict(heads=(2, 2, WIDTH, WIDTH)),
         "no memory": dict(memory=0),
