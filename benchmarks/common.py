@@ -230,6 +230,8 @@ def chart(
     colors = {label: f"C{i}" for i, label in enumerate(dict.fromkeys(
         label for curves in panels.values() for label in curves))}  # fmt: skip
     handles = {}
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
     for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
         for label, points in curves.items():
             at, values = zip(*sorted(points.items()), strict=True)
@@ -245,7 +247,9 @@ def chart(
         axis.set_xticks(ticks, list(map(length, ticks)))
         axis.set(title=title, xlabel=x, ylabel=y)
         axis.grid(alpha=0.3)
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=columns, frameon=False
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

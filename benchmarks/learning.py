@@ -255,11 +255,8 @@ def digits_found(model: Transformer, text: np.ndarray, contexts: int, cfg: Names
 
 DENSE = "dense"
 # at most four lines a panel
-DRAWN = (
-    "1088 keys, blocks of 32, any head", "1088 keys, blocks of 32",
-    "1088 keys, blocks of 32, any head, layers 2 and 4 local",
-    "1088 keys, blocks of 32, index of 32",
-)  # fmt: skip
+ONES = ", any head, 8 bits", ", any head, 8 bits, layers 1 and 3 local", "", ", index of 32"
+DRAWN = [f"1088 keys, blocks of 32{ranking}" for ranking in ONES]
 
 
 def bits(row: Row) -> float:
@@ -382,7 +379,7 @@ def plot(rows: Sequence[Row]) -> None:
                     for at in twin:
                         points = curves.setdefault(name, {}).setdefault(at, [])
                         points.append(positions(run)[at] - twin[at])
-    common.chart(panels, PLOT, "position", "bits minus dense", columns=3, is_log=False)
+    common.chart(panels, PLOT, "position", "bits minus dense", is_log=False)
 
 
 def positions(row: Row) -> dict[float, float]:
