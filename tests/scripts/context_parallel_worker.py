@@ -1,5 +1,6 @@
 """Layers whose sequence is sharded over all processes equal the whole layer: `check_layers`."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -194,13 +195,11 @@ def check_refused(mesh) -> None:
         assert words in message(call), words
 
 
-def message(call) -> str:
-    """Of the ValueError that a call raises."""
-    try:
+def message(call, kind: type[BaseException] = ValueError) -> str:
+    """Of the error that a call raises."""
+    with pytest.raises(kind) as raised:
         call()
-    except ValueError as error:
-        return str(error)
-    raise AssertionError("no ValueError")
+    return str(raised.value)
 
 
 def check_layers(mesh) -> None:
