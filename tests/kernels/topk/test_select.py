@@ -6,7 +6,7 @@ import torch
 
 from native_sparse_attention import select_blocks
 from tests.helpers.budget import CUDA, DEVICE
-from tests.helpers.selections import RULES, SETTINGS, assert_right, draw
+from tests.helpers.selections import DTYPE, RULES, SETTINGS, assert_right, draw
 from tests.helpers.sizes import sizes
 
 pytest.importorskip("triton")
@@ -37,6 +37,23 @@ def test_lists_that_lose_blocks(l, d, s):
         assert_right(q, ck, mem_k, S, **call)
         # candidates that end with a step
         assert_right(q, ck, mem_k, S, q_offset=64 * d, **call)
+
+
+@pytest.mark.parametrize("columns, depth", [(0, 0), (8, 2), (8, 8), (32, 4)])
+def test_chosen_scores(columns, depth):
+    """All of them, and of few candidates: with ties, and in columns too short for some."""
+    ascending, few_values = torch.arange(200) / 8, torch.randint(-2, 1, (5, 200))
+    in_no_order = -ascending[torch.randperm(200)]
+    rows = torch.stack([ascending, -ascending, 0 * ascending, in_no_order, *few_values])
+    q, ck = torch.ones(9, 2, 1, 16), torch.nn.functional.pad(rows[..., None, None], (0, 15))
+    tile = launch.TopkTileConfig(16, 64, columns, depth, 4, 1, 32)
+    for windows in (200, 12):
+        tensors = [t.to(DEVICE, DTYPE) for t in (q, ck[:, :windows])]
+        call = SETTINGS | sizes(4, 4, 4, n=9) | dict(scale=1.0, num_initial_blocks=0)
+        call["seq_len"] = 4 * windows + 3
+        with launch.using({"ranking.logits": tile}):
+            found = select_blocks(*tensors, **call, backend="triton")
+        assert torch.equal(found, select_blocks(*tensors, **call, backend="eager"))
 
 
 @pytest.mark.parametrize("l", [1, 2, 6])
