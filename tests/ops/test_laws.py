@@ -3,13 +3,12 @@ holds NaN in one of them; the layer over its caches has tests in `tests/cache` a
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import native_sparse_attention as nsa
 from native_sparse_attention.varlen import Documents
 from tests.helpers import selections
 from tests.helpers.budget import CUDA, DEVICE, running
-from tests.helpers.calls import BRANCHES, DOCUMENTS, HEADS, LAYERS, RANKING, D, S, draw, normal
+from tests.helpers.calls import BRANCHES, DOCUMENTS, HEADS, LAYERS, D, S, draw
 from tests.helpers.memory import poisoned
 
 KERNELS = [("triton", torch.float32)]
@@ -291,51 +290,6 @@ def test_the_same_bits_in_memory_that_holds_nan(name, backend, dtype):
         again = gradients(call, backend, d_out) if repeats else ()
     for one, other in zip((*found, *again), (*expected, *grads), strict=True):
         assert one is None or (torch.equal(one, other) and not one.isnan().any())
-
-
-def all_keys(branch, q, k, v, causal, backend):
-    """A branch in the settings in which it attends to all keys."""
-    call = dict(causal=causal, backend=backend)
-    if branch == "compressed":
-        return nsa.compressed_attention(q, k, v, compress_block_sliding_stride=1, **call)
-    if branch == "window":
-        return nsa.sliding_window_attention(q, k, v, sliding_window_size=LENGTH - 1, **call)
-    with torch.no_grad():
-        windows = LENGTH // D if causal else -(-LENGTH // D)
-        sizes = RANKING | dict(num_selected_blocks=-(-LENGTH // S), importance=branch.split()[-1])
-        indices = nsa.select_blocks(q, k[:, -windows:], seq_len=LENGTH, **sizes, **call)
-    return nsa.selected_attention(q, k, v, indices, selection_block_size=S, **call)
-
-
-def dense(branch, q, k, v, causal):
-    """[b h t d]. A window of one token is seen by those behind it."""
-    behind = branch == "compressed" and causal
-    if behind:
-        q, k, v = q[:, :, 1:], k[:, :, :-1], v[:, :, :-1]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
-    return F.pad(out, (0, 0, 1, 0)) if behind else out
-
-
-@both
-@backends
-@pytest.mark.parametrize("branch", ["compressed", "selected logits", "selected probs", "window"])
-def test_all_keys_are_dense_attention(branch, backend, dtype, causal):
-    """All blocks, a window as long as the keys, summaries of one token each; gradients too."""
-    H, K, width, _ = HEADS
-    tensors = [normal(2, LENGTH, heads, width, dtype=dtype) for heads in (H, K, K)]
-    leaves = [t.requires_grad_(has_gradients(backend)) for t in tensors]
-    with running(backend) as name:
-        out = all_keys(branch, *leaves, causal, name)
-        exact = [t.detach().double().transpose(1, 2).requires_grad_() for t in leaves]
-        right = dense(branch, *exact, causal)
-        close(out, right.transpose(1, 2))
-        if not has_gradients(backend):
-            return
-        d_out = torch.randn_like(out)
-        grads = torch.autograd.grad(out, leaves, d_out)
-    rights = torch.autograd.grad(right, exact, d_out.double().transpose(1, 2))
-    for grad, expected in zip(grads, rights, strict=True):
-        close(grad, expected.transpose(1, 2))
 
 
 @backends
