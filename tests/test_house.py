@@ -148,11 +148,14 @@ def test_no_module_imports_itself_by_way_of_others():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
+KERNELS = ROOT / PACKAGE / "kernels"
+
+
 def test_kernels_call_no_builtin_that_older_versions_of_triton_lack():
     """`min` and `max` of numbers known at compile time: Triton 3.4 and 3.5 take them for those of
     tensors. Neither the interpreter nor a later Triton minds."""
     found = []
-    for path in (ROOT / PACKAGE / "kernels").rglob("*.py"):
+    for path in KERNELS.rglob("*.py"):
         for function in ast.walk(tree_of(path)):
             if not isinstance(function, ast.FunctionDef):
                 continue
@@ -162,6 +165,47 @@ def test_kernels_call_no_builtin_that_older_versions_of_triton_lack():
             names = {ast.unparse(call.func) for call in calls} & {"min", "max"}
             found += [f"{relative(path)}: {function.name} calls {name}" for name in sorted(names)]
     assert not found, "\n".join(found)
+
+
+ARRIVALS = "counts programs: all that reads the integer is whether, or which, program was the last"
+# no sum of floats depends on the order in which programs come: why that of these is of no matter
+ATOMICS = {
+    ("decode/step.py", "tl.atomic_add(counter, 1, sem='acq_rel')"): ARRIVALS,
+    ("decode/persistent.py", "tl.atomic_add(counter, 0, sem='relaxed')"): "reads such a count",
+    ("decode/step.py", "tl.atomic_add(counter, 0, sem='acquire')"): "reads such a count",
+    ("decode/step.py", "tl.atomic_add(reduce_started, 1, sem='relaxed')"): ARRIVALS,
+}
+
+
+def atomics(tree: ast.Module) -> Iterator[str]:
+    """Every call of an atomic operation, as `ast` writes it, and every other mention of one in
+    code: under another name, by a string, in PTX."""
+    documented = (ast.Module, ast.FunctionDef, ast.ClassDef)
+    docstrings = {ast.get_docstring(n, False) for n in ast.walk(tree) if isinstance(n, documented)}
+    names, called = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name"}, set()
+
+    def is_atomic(node: ast.AST) -> bool:
+        return "atomic_" in getattr(node, names.get(type(node), ""), "")
+
+    for node in ast.walk(tree):  # a call comes before its function
+        if isinstance(node, ast.Call) and is_atomic(node.func):
+            called.add(node.func)
+            yield ast.unparse(node)
+        elif is_atomic(node) and node not in called:
+            yield ast.unparse(node)
+        text = node.value if isinstance(node, ast.Constant) else None
+        is_code = isinstance(text, str) and text not in docstrings
+        if is_code and re.search(r"atomic_|\b(atom|red)\.", text):
+            yield text
+
+
+def test_atomic_operations_are_integers_in_any_order():
+    found = {
+        (path.relative_to(KERNELS).as_posix(), call)
+        for path in KERNELS.rglob("*.py")
+        for call in atomics(tree_of(path))
+    }
+    assert found == ATOMICS.keys()
 
 
 def test_import_needs_no_triton_and_no_gpu():
