@@ -27,8 +27,10 @@ SUBMODULES = ("native_sparse_attention", "compress_networks", "transformer")
 LAUNCHING = ("test_benchmark_distributed", "test_distributed", "test_ranks", "test_without_gpu")
 
 
-# of the extra hf
+# what needs the extra hf, and what needs triton
 collect_ignore = [] if importlib.util.find_spec("transformers") else ["hf"]
+if not importlib.util.find_spec("triton"):
+    collect_ignore += ["kernels", "ops/triton", "test_rotary.py"]
 
 # tensors here are tiny: threads would wait for one another longer than they compute
 torch.set_num_threads(1)

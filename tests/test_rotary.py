@@ -10,8 +10,6 @@ from native_sparse_attention.ops.triton import elementwise as operator
 from native_sparse_attention.rotary import Rotary, rotate
 from tests.helpers.budget import CUDA, DEVICE
 
-pytest.importorskip("triton")
-
 pytestmark = pytest.mark.kernels
 
 # the interpreter rounds to bf16 towards 0

@@ -4,13 +4,10 @@
 import pytest
 import torch
 
-from tests.helpers.budget import DEVICE, assert_right, in_chunks
-from tests.helpers.calls import draw
-from tests.helpers.on_hopper import MARKS, layer
-
-pytest.importorskip("triton")
-
 from native_sparse_attention.kernels.common import launch
+from tests.helpers.budget import CUDA, DEVICE, assert_right, in_chunks
+from tests.helpers.calls import draw
+from tests.helpers.on_hopper import layer
 
 if not launch.triton_is_known():
     pytest.skip("its kernels are not known to run with this Triton", allow_module_level=True)
@@ -18,7 +15,13 @@ if not launch.triton_is_known():
 from native_sparse_attention.kernels.flash import flash_sm90
 from native_sparse_attention.kernels.selected import key_major_sm90, union_sm90
 
-pytestmark = MARKS
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not CUDA or not launch.supports_gluon(torch.empty(1, device=DEVICE)),
+        reason="needs a Hopper",
+    ),
+]
 BF16 = torch.bfloat16
 LAUNCHES = {
     "flash": (flash_sm90, "run"),

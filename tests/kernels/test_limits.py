@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from native_sparse_attention import selected_attention
+from native_sparse_attention.kernels.common import launch
 from tests.helpers.budget import CUDA, DEVICE, assert_right, in_chunks
 from tests.helpers.calls import draw, normal
-
-pytest.importorskip("triton")
-
-from native_sparse_attention.kernels.common import launch
 
 pytestmark = pytest.mark.kernels
 

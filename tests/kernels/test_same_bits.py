@@ -7,11 +7,8 @@ import pytest
 import torch
 
 from benchmarks import problem
-from tests.helpers.budget import DEVICE, FORMS, in_chunks
-
-pytest.importorskip("triton")
-
 from native_sparse_attention.kernels.common import launch
+from tests.helpers.budget import DEVICE, FORMS, in_chunks
 from tests.helpers.memory import poisoned
 from tests.helpers.on_hopper import layer
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
-
 from benchmarks import common
 from native_sparse_attention.kernels.common import launch
 from tests.helpers.processes import printed, python

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from native_sparse_attention import BlockSizes
+from native_sparse_attention.kernels import rotary
+from native_sparse_attention.kernels.common import launch
+from native_sparse_attention.kernels.common import primitives as device
+from native_sparse_attention.kernels.common import tile_configs as tiles
+from native_sparse_attention.kernels.decode import kv_cache
 from tests.helpers.budget import DEVICE
 from tests.helpers.calls import draw, normal
 from tests.helpers.interpreter import not_of_3_4
-
-launch = pytest.importorskip("native_sparse_attention.kernels.common.launch")
-device = pytest.importorskip("native_sparse_attention.kernels.common.primitives")
-kv_cache = pytest.importorskip("native_sparse_attention.kernels.decode.kv_cache")
-rotary = pytest.importorskip("native_sparse_attention.kernels.rotary")
-tiles = pytest.importorskip("native_sparse_attention.kernels.common.tile_configs")
 
 ARCHITECTURES = {"hopper": tiles.HOPPER, "ampere": tiles.AMPERE, "elsewhere": tiles.OTHER_GPUS}
 

@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-from tests.helpers.budget import DEVICE
-
-pytest.importorskip("triton")
-
 from native_sparse_attention.kernels.common import reduce
+from tests.helpers.budget import DEVICE
 
 pytestmark = pytest.mark.kernels
 

@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from tests.helpers import interpreter
-from tests.helpers.budget import DEVICE
-
-pytest.importorskip("triton")
 from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.selected import key_major
 from native_sparse_attention.kernels.selected.inputs import Inputs
+from tests.helpers import interpreter
+from tests.helpers.budget import DEVICE
 
 pytestmark = pytest.mark.kernels
 

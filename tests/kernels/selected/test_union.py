@@ -9,17 +9,14 @@ import torch
 
 from native_sparse_attention import selected_attention
 from native_sparse_attention.config import AttentionConfig
-from native_sparse_attention.ops.call import Call
-from native_sparse_attention.ops.triton.attention import attention
-from tests.helpers.budget import CUDA, DEVICE, assert_right
-from tests.helpers.calls import draw
-
-pytest.importorskip("triton")
-
 from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.common.launch import Selection, UnionRule
 from native_sparse_attention.kernels.selected import query_major
 from native_sparse_attention.kernels.selected.inputs import Inputs
+from native_sparse_attention.ops.call import Call
+from native_sparse_attention.ops.triton.attention import attention
+from tests.helpers.budget import CUDA, DEVICE, assert_right
+from tests.helpers.calls import draw
 
 pytestmark = pytest.mark.kernels
 

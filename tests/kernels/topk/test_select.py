@@ -5,13 +5,10 @@ import pytest
 import torch
 
 from native_sparse_attention import select_blocks
+from native_sparse_attention.kernels.common import launch
 from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.selections import DTYPE, RULES, SETTINGS, assert_right, draw
 from tests.helpers.sizes import sizes
-
-pytest.importorskip("triton")
-
-from native_sparse_attention.kernels.common import launch
 
 pytestmark = pytest.mark.kernels
 

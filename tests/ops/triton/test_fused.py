@@ -14,8 +14,6 @@ from tests.helpers.calls import draw
 from tests.helpers.interpreter import not_of_3_4
 from tests.helpers.layers import DIM, layer, step
 
-pytest.importorskip("triton")
-
 pytestmark = pytest.mark.kernels
 
 

@@ -17,8 +17,6 @@ from tests.helpers.calls import RANKING, D, S, draw, heads_first
 from tests.helpers.interpreter import not_of_3_4
 from tests.helpers.memory import poisoned
 
-pytest.importorskip("triton")
-
 pytestmark = pytest.mark.kernels
 
 
