@@ -9,10 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from native_sparse_attention import KVCache, PagedKVCache, SparseAttention, Transformer
 from native_sparse_attention.compress import MeanPool
-from native_sparse_attention.transformer import Attention
 from tests.helpers.budget import DEVICE
 from tests.helpers.decoder import Decoder
-from tests.helpers.layers import DIM, SETTINGS, SIZES, layer, normal, step
+from tests.helpers.layers import DIM, LAYERS, SETTINGS, SIZES, layer, normal, step
 from tests.helpers.sizes import sizes
 
 
@@ -89,8 +88,7 @@ def test_a_training_step_is_one_graph(compiled):
 def test_steps(kind, compiled):
     """One graph for all steps over a cache of fixed capacity, of any cache, whatever its sequences
     go through; a full cache writes nothing."""
-    dense = kind == "dense"
-    module = Attention(DIM, 8, 4, kv_heads=2).double() if dense else layer(**SETTINGS[kind])
+    module = LAYERS[kind]()
     run, counter = compiled(module)
     for length in (9, 14):
         decoder = Decoder(module, normal(3, 48, DIM), KVCache(48, 2), rows=2)
@@ -125,8 +123,7 @@ def test_steps(kind, compiled):
 def test_prefill_and_steps(kind, compiled):
     """From the first token on, `lengths` in a tensor: one graph that makes storage, and one. A long
     prompt of new sequences may have a graph of its own."""
-    dense = kind == "dense"
-    module = Attention(DIM, 8, 4, kv_heads=2).double() if dense else layer(**SETTINGS[kind])
+    module = LAYERS[kind]()
     run, counter = compiled(module)
     for _ in range(2):
         decoder = Decoder(module, normal(2, 40, DIM), KVCache(48, 2), run=run)
@@ -136,7 +133,7 @@ def test_prefill_and_steps(kind, compiled):
     with pytest.raises(ValueError, match="lengths must be 2 integers between 0 and 9"):
         run(normal(2, 9, DIM), cache=decoder.cache, lengths=torch.tensor([10, 1]))
     assert decoder.cache.lengths == [16, 21]
-    if not dense:
+    if kind != "dense":
         decoder = Decoder(module, normal(1, 1040, DIM), KVCache(1100, 1), run=run)
         decoder.step(1030)
         decoder.run = module
@@ -170,7 +167,7 @@ def test_steps_by_the_decode_kernels(setting, compiled):
 
 def test_gradients_of_chunks(compiled):
     """Over a past that is held fixed, as outside of a compiled graph."""
-    module = Attention(DIM, 8, 4, kv_heads=2).double()
+    module = LAYERS["dense"]()
     run, _ = compiled(module)
     x, grads = normal(2, 20, DIM), []
     for call in (run, module):

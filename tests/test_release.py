@@ -2,6 +2,8 @@
 messages that docs/troubleshooting.md shows."""
 
 import re
+import runpy
+import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -65,8 +67,6 @@ def test_citation_names_the_paper():
 
 def test_wheel_check_refuses_other_files(tmp_path, monkeypatch):
     """`.ci/wheel.py`, which runs on each wheel that is built."""
-    import runpy
-    import sys
 
     def check(*names: str) -> None:
         wheel = tmp_path / "a.whl"
@@ -83,8 +83,8 @@ def test_wheel_check_refuses_other_files(tmp_path, monkeypatch):
             check(*bad)
 
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "troubleshooting.md"
-TEXT = PAGE.read_text(encoding="utf-8")
+PAGE = "docs/troubleshooting.md"
+TEXT = read(PAGE)
 BEGIN = re.search(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)[1]
 MISTAKES = re.findall(
     r"^### ([^\n]+)\n\n```py\n(.*?)^```\n\n```text\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE
@@ -101,8 +101,8 @@ def test_every_mistake_has_a_message():
 def test_gives_the_message(code, message, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # by which kernels run on a CPU
     scope: dict[str, object] = {}
-    exec(compile(BEGIN, str(PAGE), "exec"), scope)
+    exec(compile(BEGIN, PAGE, "exec"), scope)
     with pytest.raises((ValueError, NotImplementedError)) as raised:
-        exec(compile(code, str(PAGE), "exec"), scope)
+        exec(compile(code, PAGE, "exec"), scope)
     found = f"{type(raised.value).__name__}: {raised.value}"
     assert found.split() == message.split()  # the page wraps lines

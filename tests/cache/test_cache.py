@@ -14,16 +14,11 @@ from native_sparse_attention import KVCache, PagedKVCache, Transformer
 from native_sparse_attention.ops import branches
 from native_sparse_attention.transformer import Attention
 from tests.helpers.decoder import CACHES, Decoder
-from tests.helpers.layers import DIM, SETTINGS, STAGES, close, layer, normal
+from tests.helpers.layers import DIM, LAYERS, SETTINGS, close, layer, normal
 
 pytestmark = pytest.mark.usefixtures("untraced_flex")
 NAN, INF = float("nan"), float("inf")
 caches = pytest.mark.parametrize("make", CACHES.values(), ids=list(CACHES))
-LAYERS = {
-    name: lambda given=given: layer(**given)
-    for name, given in (SETTINGS | {"two stages": STAGES}).items()
-}
-LAYERS["dense"] = lambda: Attention(DIM, 8, 4, kv_heads=2).double()
 
 # tokens of each call, of each of three sequences
 SCHEDULES = {

@@ -5,6 +5,7 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
 from native_sparse_attention import SparseAttention, compress
+from native_sparse_attention.transformer import Attention
 from tests.helpers.sizes import sizes
 
 DIM = 24
@@ -94,6 +95,13 @@ def layer(dtype=torch.float64, **settings):
     """A causal layer whose every weight, memory, position and gate is random and non-zero."""
     kwargs = SIZES | dict(num_compressed_mem_kv=2, causal=True) | settings
     return randomize(SparseAttention(**kwargs)).to(dtype)
+
+
+# makers of causal layers, in each of the settings, and of a dense one
+LAYERS = {
+    name: lambda settings=settings: layer(**settings)
+    for name, settings in (SETTINGS | {"two stages": STAGES}).items()
+} | {"dense": lambda: Attention(DIM, 8, 4, kv_heads=2).double()}
 
 
 def randomize(module):

@@ -24,15 +24,11 @@ GROUP = 4
 RULE = UnionRule(GROUP, 1.6, min_groups=0)
 
 
-def allocate_unions(selection, H, dtype=torch.float16):
+def make_unions(selection, H):
     """Unions of a call; None without unions."""
     B, T, R, _ = selection.block_indices.shape
-    q, k = (torch.empty(B, T, heads, 16, dtype=dtype, device=DEVICE) for heads in (H, R))
-    return query_major.allocate_unions(Inputs(q, k, k, selection, 0.1))
-
-
-def make_unions(selection, H):
-    unions = allocate_unions(selection, H)
+    q, k = (torch.empty(B, T, heads, 16, dtype=torch.float16, device=DEVICE) for heads in (H, R))
+    unions = query_major.allocate_unions(Inputs(q, k, k, selection, 0.1))
     if unions is not None:
         unions.write(selection)
     return unions
