@@ -26,14 +26,14 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from native_sparse_attention import select_blocks
-from native_sparse_attention.config import AttentionConfig
 from native_sparse_attention.kernels import rotary
 from native_sparse_attention.kernels.common import launch
-from native_sparse_attention.kernels.decode import persistent, read_all
-from native_sparse_attention.ops.call import Call
+from native_sparse_attention.kernels.decode import read_all
+from native_sparse_attention.ops.decode import decode_attention
 from native_sparse_attention.ops.triton import backend as triton_backend
 from tests.helpers.calls import draw
 from tests.helpers.sizes import sizes
+from tests.kernels.decode import test_decode
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -171,34 +171,22 @@ def selected(dtype, heads=(4, 2, 64, 64), T=200, sizes=(16, 128), num_local=0, g
         )  # fmt: skip
 
 
-def step(dtype, heads, T=1, page=0, B=16, counted=False, one_softmax=False, I=0, **settings):
+def step(dtype, heads, T=1, page=None, B=16, counted=False, index_dim=0, **settings):
     """A decode step over a contiguous or paged cache; by `read_all` where it supports the call, and
-    by the persistent kernel. With `I` by index queries of that width, one for each KV head."""
-    (H, K, D, E), N = heads, 1024
-    config = AttentionConfig(**{
-        "compress_block_size": 32, "selection_block_size": 64, "num_selected_blocks": 13,
-        "sliding_window_size": 511, "num_initial_blocks": 1, "num_local_blocks": 2, "scale": 0.1,
-        **settings,
-    })  # fmt: skip
-    pages, n = (B * N // page, page) if page else (B, N)
-    shapes = [(B, T, H, D), (pages, n, K, D), (pages, n, K, E)]
-    shapes += [(pages, n // config.d, K, I or D), (pages, n // config.d, K, E)]
-    tensors = [torch.randn(shape).to(dtype) for shape in shapes]
-    gates = None if one_softmax else torch.randn(B, T, H, 3).to(dtype)
-    ring = torch.zeros(B, K, 20, config.leader_slots, dtype=torch.int32)
-    counters = torch.zeros(B, K, 8, dtype=torch.int32)
-    lengths = torch.zeros(B, dtype=torch.int64 if counted else torch.int32)
-    table = torch.zeros(B, N // page, dtype=torch.int32) if page else None
-    q, k, v, ck, cv = tensors
-    cq = torch.randn(B, T, K, I).to(dtype) if I else None
-    call = Call(
-        q, k, v, ck, cv, gates, cq, lengths=lengths, counts=lengths if counted else None,
-        page_table=table, counters=counters, ranking=ring,
+    by the persistent kernel. With `index_dim` by index queries, one for each KV head."""
+    settings = sizes(32, 16, 64, n=13, w=511, num_initial_blocks=1, num_local_blocks=2) | settings
+    integers = torch.int64 if counted else torch.int32
+    tensors, settings = test_decode.problem(
+        dtype, T, heads, 1024, [0] * B, memory=0, page=page, integers=integers, scale=0.1,
+        index=(heads[1], index_dim) if index_dim else None, **settings,
     )  # fmt: skip
-    blocks = read_all.MAX_BLOCKS
+    counts, blocks = settings["lengths"] if counted else None, read_all.MAX_BLOCKS
     for read_all.MAX_BLOCKS in (0, blocks):
         read_all.plan.cache_clear()
-        persistent.decode(call, config)
+        decode_attention(
+            **tensors, **settings, counts=counts, backend="triton",
+            ranking=test_decode.ring(settings, heads[:2], T),
+        )  # fmt: skip
 
 
 def rotate(dtype, heads, tokens=64, starts=None):
@@ -250,21 +238,18 @@ def decode(capability):
     step(BF16, (3, 1, 192, 128), T=4, interpolated_importance_score=True)
     step(FP32, (4, 4, 80, 40), num_selected_blocks=20)
     step(BF16, many, B=8, page=256, importance="probs", counted=True)
-    sizes = dict(one_softmax=True, num_selected_blocks=8, num_local_blocks=8)
-    step(BF16, many, **sizes)
+    one = dict(branches=("selected",), num_selected_blocks=8, num_local_blocks=8)
+    step(BF16, many, **one)
     for width in (16, 64, 256):
-        step(BF16, many, page=256, I=width, T=width // 16, **sizes)
-    step(FP32, many, I=32, **sizes, **TOKENS)
-    stages = dict(sizes, num_selected_groups=16, causal=True, branches=("selected",))
-    stages |= dict(compress_block_size=16, compress_block_sliding_stride=16)
+        step(BF16, many, page=256, index_dim=width, T=width // 16, **one)
+    step(FP32, many, index_dim=32, **one | TOKENS)
+    stages = one | sizes(16, 16, 64, num_selected_groups=16)
     for importance in ("max", "head_max"):
         step(BF16, many, page=256, counted=True, importance=importance, **stages)
     step(FP32, many, importance="logits", query_heads_share_selected_kv=False, **stages)
     for dtype in (BF16, FP32):
-        step(dtype, many, page=256, **sizes, **TOKENS)
-        step(dtype, many, page=256, **sizes, **TOKENS | dict(importance="head_max"))
-        eight = dict(ranking_bits=8, causal=True, branches=("selected",))
-        step(dtype, many, page=256, **sizes, **TOKENS, **eight)
+        for ranking in ({}, dict(importance="head_max"), dict(ranking_bits=8)):
+            step(dtype, many, page=256, **one | TOKENS | ranking)
     for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):
         if launch.decode_bytes(H, 256, 4, T, s) <= launch.architecture().shared_memory:
             step(FP32, (H, 1, 256, 256), T=T, selection_block_size=s)
