@@ -456,7 +456,23 @@ REFUSED = {
     "window": {
         "one row of packed documents, got a batch of 2": dict(cu_seqlens=PACKED),
     },
-    "decode": {"ranking must be int32 on cpu, got 3": dict(ranking=3)},
+    "decode": {
+        "ranking must be int32 on cpu, got 3": dict(ranking=3),
+        "ranking must be given where tokens share one": dict(selection_stride=2),
+        "ranking, of at least T + 1 = 2 tokens, must be int32 of shape": dict(
+            selection_stride=2, ranking=torch.zeros(B, K, 1, 2, dtype=torch.int32)
+        ),
+        "lengths has B=3 but q has B=2": dict(lengths=IDS[0, :3]),
+        "counts must be int32 or int64": dict(counts=IDS[:, 0].bool()),
+        "ck has B=1 but q has B=2": dict(ck=CALLS["whole"][1]["ck"][:1]),
+        "window_k and window_v go together": dict(window_k=CALLS["whole"][1]["k"]),
+        "ck must hold N / d = 4": dict(
+            page_table=torch.zeros(B, 4, dtype=torch.int32),
+            **{name: CALLS["whole"][1][name][:, :3] for name in ("ck", "cv")},
+        ),
+        "counters must be int32 of shape [2, 2, 8]": dict(counters=torch.zeros(B, K, 8)),
+        "counters must be int32 of shape [2, 2, 8] on": dict(counters=torch.zeros(B, 1, 8).int()),
+    },
     "documents": {
         "documents.first must be a tensor, got None": dict(documents=varlen.Documents(None, IDS)),
         "last must be int32 or int64 of shape": dict(documents=varlen.Documents(IDS, IDS[:1])),
