@@ -167,15 +167,15 @@ def test_windows_that_are_not_the_sequences():
     w = sizes.pop("sliding_window_size")
     stride = dict(compress_block_sliding_stride=4)
     attend = lambda **kwargs: nsa.compressed_attention(q, ck, ck, **stride, **kwargs)  # noqa: E731
-    with pytest.raises(ValueError, match="ck must hold the 0 windows.* S=1 tokens, got 9"):
-        attend()
-    with pytest.raises(ValueError, match="ck must hold the 0 windows.* S=1 tokens, got 9"):
-        nsa.select_blocks(q, ck, **sizes)
-    with pytest.raises(ValueError, match="ck must hold the 10 windows.* S=37 tokens, got 9"):
-        nsa.select_blocks(q, ck, **sizes, seq_len=37, causal=False)
-    with pytest.raises(ValueError, match="ck must hold the 10 windows.* S=40 tokens, got 9"):
-        k, gates = normal(1, 40, 2, 8), normal(1, 1, 4, 3)
-        nsa.native_sparse_attention(q, k, k, ck, ck, gates, sliding_window_size=w, **sizes)
+    layer, k, gates = nsa.native_sparse_attention, normal(1, 40, 2, 8), normal(1, 1, 4, 3)
+    for call, windows, S in (
+        (attend, 0, 1),
+        (lambda: nsa.select_blocks(q, ck, **sizes), 0, 1),
+        (lambda: nsa.select_blocks(q, ck, **sizes, seq_len=37, causal=False), 10, 37),
+        (lambda: layer(q, k, k, ck, ck, gates, sliding_window_size=w, **sizes), 10, 40),
+    ):
+        with pytest.raises(ValueError, match=f"hold the {windows} windows.* S={S} tokens, got 9"):
+            call()
     expected = attend(seq_len=37)
     close(attend(q_offset=36), expected, 1e-11)
     close(attend(q_offset=torch.tensor([36])), expected, 1e-11)

@@ -302,13 +302,10 @@ def largest(capability):
         for s, n, stride in ((32, 16, 1), (64, 16, 4), (128, 13, 1)):
             for heads in ((16, 4, 128), (8, 2, 64), (4, 4, 32)):
                 settings = dict(selection_block_size=s, num_selected_blocks=n, **TOKENS)
-                for bits, importance in itertools.product((16, 8), ("max", "head_max")):
-                    one = settings | dict(ranking_bits=bits, importance=importance)
-                    rank(BF16, heads, selection_stride=stride, **one)
-                windows = dict(compress_block_size=16, compress_block_sliding_stride=16)
-                rank(BF16, heads, num_selected_groups=n, **settings | windows)
-                by_heads = settings | windows | dict(importance="head_max")
-                rank(BF16, heads, num_selected_groups=n, **by_heads)
+                windows = sizes(16, 16, s, num_selected_groups=n)
+                bits = [dict(selection_stride=stride, ranking_bits=bits) for bits in (16, 8)]
+                for importance, form in itertools.product(("max", "head_max"), (*bits, windows)):
+                    rank(BF16, heads, **settings | form | dict(importance=importance))
 
 
 def ranking(capability):
