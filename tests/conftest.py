@@ -9,9 +9,7 @@ import random
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -123,23 +121,6 @@ def forget_plans() -> Iterator[Callable[[], None]]:
     forget()
     yield forget
     forget()
-
-
-@pytest.fixture
-def waits_for_nothing() -> Callable[[], AbstractContextManager[None]]:
-    """A context in which to wait for the GPU is an error."""
-
-    @contextmanager
-    def within() -> Iterator[None]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the mode is a prototype, torch says
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    return within
 
 
 @pytest.fixture(autouse=True)

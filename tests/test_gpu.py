@@ -15,6 +15,7 @@ from tests.helpers.budget import assert_right
 from tests.helpers.calls import Call, under_selection
 from tests.helpers.decoder import CACHES, Decoder
 from tests.helpers.layers import DIM, SETTINGS, layer
+from tests.helpers.memory import no_sync
 from tests.helpers.processes import printed, python
 from tests.helpers.sizes import sizes
 
@@ -45,9 +46,7 @@ def test_decoding(setting, make):
 )
 @pytest.mark.parametrize("dim_head", [64, 128])
 @pytest.mark.parametrize("heads, kv_heads", [(8, 2), (16, 1)])
-def test_no_sync_between_projection_and_output(
-    waits_for_nothing, heads, kv_heads, dim_head, ranking
-):
+def test_no_sync_between_projection_and_output(heads, kv_heads, dim_head, ranking):
     """Under bf16 autocast, block by block and query by query; and in fp32 with narrow heads."""
     wide = SparseAttention(
         DIM, dim_head, heads, kv_heads=kv_heads, causal=True, num_initial_blocks=1,
@@ -62,7 +61,7 @@ def test_no_sync_between_projection_and_output(
         (out.float().square().sum() + narrow(x[:, :64]).sum()).backward()
 
     step()  # builds masks and compiles
-    with waits_for_nothing():
+    with no_sync():
         step()
 
 

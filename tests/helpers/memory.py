@@ -1,6 +1,8 @@
-"""How much memory a step needs at its peak, and what lies in it before anything is written."""
+"""How much memory a step needs at its peak, what lies in it before anything is written, and whether
+the host waits for a GPU."""
 
 import itertools
+import warnings
 from contextlib import contextmanager
 
 import torch
@@ -26,3 +28,15 @@ def poisoned():
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def no_sync():
+    """To wait for the GPU is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode is a prototype, torch says
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -7,6 +7,7 @@ import torch
 from native_sparse_attention.kernels.common import launch
 from tests.helpers.budget import CUDA, DEVICE, assert_right, in_chunks
 from tests.helpers.calls import draw
+from tests.helpers.memory import no_sync
 from tests.helpers.on_hopper import layer
 
 if not launch.triton_is_known():
@@ -183,14 +184,14 @@ def test_gradient_at_any_address(launches):
     assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
 
 
-def test_captured_without_a_sync(waits_for_nothing):
+def test_captured_without_a_sync():
     """A forward and backward pass, all of these kernels in it, on streams side by side."""
     tensors, d_out, settings = draw_layer(1024, (32, 2, 128, 128))
     within = dict.fromkeys(("flash_sm90", "union_sm90"), True)
     within["union"] = launch.UnionRule(4, 1.6, min_groups=0)
     right = layer(tensors, d_out, within, **settings)
     torch.cuda.synchronize()
-    with waits_for_nothing():
+    with no_sync():
         layer(tensors, d_out, within, **settings)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

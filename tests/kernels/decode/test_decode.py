@@ -13,6 +13,7 @@ from tests.helpers import budget
 from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.decoder import Decoder
 from tests.helpers.layers import DIM, SETTINGS, layer
+from tests.helpers.memory import no_sync
 from tests.helpers.sizes import sizes
 
 kernels = pytest.mark.kernels
@@ -335,13 +336,13 @@ def test_what_kernels_refuse():
 
 
 @pytest.mark.gpu
-def test_a_step_waits_for_nothing(waits_for_nothing):
+def test_a_step_waits_for_nothing():
     module = layer(dim_head=16, dtype=torch.float32).cuda()
     x = torch.randn(2, 60, DIM, device="cuda")
     for cache in caches(module, 2, 96):
         with torch.no_grad():
             module(x[:, :30], cache=cache)
             module(x[:, 30:36], cache=cache)
-            with waits_for_nothing():
+            with no_sync():
                 for i in range(36, 60):
                     module(x[:, i : i + 1], cache=cache)
