@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 # also as a script, whose folder alone is on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -37,7 +36,7 @@ from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.decode import kv_cache
 from native_sparse_attention.kernels.selected import query_major
 from tests.helpers.budget import CUDA, DEVICE, FORMS, in_chunks
-from tests.helpers.calls import draw as draw_call
+from tests.helpers.calls import draw, normal
 from tests.helpers.sizes import sizes
 
 # Triton's interpreter has no bfloat16
@@ -70,13 +69,9 @@ def watch() -> set[str]:
     return launched
 
 
-def draw(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
-    return torch.randn(*shape, device=DEVICE).to(dtype)
-
-
 def run(branch: str, **settings: Any) -> None:
     """A call forward and backward."""
-    out = draw_call(branch, DTYPE, **settings).leaves()("triton")
+    out = draw(branch, DTYPE, **settings).leaves()("triton")
     (out[0] if isinstance(out, tuple) else out).sum().backward()
 
 
@@ -103,8 +98,7 @@ def steps(cache: KVCache, **settings: Any) -> None:
     attention = module(num_compressed_mem_kv=1, **settings)
     with torch.no_grad():
         for counts in ([8, 2], [8, 1], [1, 1]):
-            inp = draw(2, max(counts), 24, dtype=torch.float32)
-            attention(inp, cache=cache, lengths=counts)
+            attention(normal(2, max(counts), 24), cache=cache, lengths=counts)
 
 
 # parts
@@ -124,7 +118,7 @@ def ragged() -> None:
     run("compressed", compress_block_sliding_stride=4, **place)
     for each in (False, True):
         run("selected", selection_block_size=6, each=each, gated=True, **place)
-    q, ck, mem_k = draw(2, 5, 18, 24), draw(2, 9, 2, 24), draw(2, 3, 24)
+    q, ck, mem_k = (normal(*n, 24, dtype=DTYPE) for n in ((2, 5, 18), (2, 9, 2), (2, 3)))
     sizes = ("compress_block_size", "compress_block_sliding_stride", "selection_block_size")
     before = torch.randint(-1, 7, (2, 2, 5), device=DEVICE, dtype=torch.int32)
     for importance in ("logits", "probs", "max"):
@@ -141,7 +135,7 @@ def unions() -> None:
         lists = torch.rand(2, 19, 1, 4, device=DEVICE).argsort(-1)[..., :3].int() - 1
         selection = launch.Selection(lists, 5, 0, 0, True)
         query_major.allocate(selection, 8, 4).write(selection)
-        call = draw_call(
+        call = draw(
             "selected", DTYPE, place=(19, 19), heads=(12, 1, 24, 24), selection_block_size=5,
             num_local_blocks=0,
         )  # fmt: skip
@@ -172,7 +166,7 @@ def stages() -> None:
     cache = KVCache(96, 2)
     with torch.no_grad():
         for T in (69, 1, 3):
-            attention(draw(2, T, 24, dtype=torch.float32), cache=cache)
+            attention(normal(2, T, 24), cache=cache)
 
 
 def hopper() -> None:
@@ -186,7 +180,7 @@ def hopper() -> None:
             importance = "probs" if heads[0] in (8, 16) else "logits"
             more = dict(memory=3 * (heads[0] != 16), selection_stride=stride, importance=importance)
             layer(T, 256, heads, **LARGE, **more)
-    q, k = draw(1, 700, 4, 128), draw(1, 700, 2, 128)
+    q, k = (normal(1, 700, heads, 128, dtype=DTYPE) for heads in (4, 2))
     tokens = dict.fromkeys(("compress_block_size", "compress_block_sliding_stride"), 1)
     windows = dict.fromkeys(tokens, 16) | dict(num_selected_groups=1, k=k)
     for settings, ck in ((tokens, k), (windows, k[:, :688].unflatten(1, (-1, 16)).mean(2))):
