@@ -14,20 +14,8 @@ from native_sparse_attention.hf import (
     use_sparse_attention,
 )
 from native_sparse_attention.hf.cache import kept_means
-from tests.helpers.tiny_models import (
-    CACHE,
-    FORMS,
-    SPARSE,
-    call,
-    call_in_pieces,
-    close,
-    dynamic,
-    native,
-    padded,
-    prompts,
-    static,
-    tiny,
-)
+from tests.helpers.batches import CACHE, call, call_in_pieces, dynamic, padded, static
+from tests.helpers.tiny_models import FORMS, SPARSE, close, native, prompts, tiny
 
 
 def sparse(l, d, **config):

@@ -8,7 +8,8 @@ import transformers
 
 from native_sparse_attention import SparseAttention, view
 from native_sparse_attention.hf import convert, distill, ranking_losses
-from tests.helpers.tiny_models import SPARSE, call, checkpoint, close, dynamic, prompts, tiny
+from tests.helpers.batches import call, dynamic
+from tests.helpers.tiny_models import SPARSE, checkpoint, close, prompts, tiny
 
 # an index of another width than the heads begins at random
 INDEX = SPARSE | dict(index_dim=12, index_heads=1, num_selected_blocks=3)

@@ -8,20 +8,8 @@ import torch
 import transformers
 
 from native_sparse_attention.hf import attention, convert, use_sparse_attention
-from tests.helpers.tiny_models import (
-    FAMILIES,
-    SPARSE,
-    WHOLE,
-    call_in_pieces,
-    check_rows,
-    close,
-    dynamic,
-    packed,
-    padded,
-    prompts,
-    static,
-    tiny,
-)
+from tests.helpers.batches import call_in_pieces, check_rows, dynamic, packed, padded, static
+from tests.helpers.tiny_models import FAMILIES, SPARSE, WHOLE, close, prompts, tiny
 
 CONVERTED = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Phi", "Phi3", "SmolLM3",

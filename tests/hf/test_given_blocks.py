@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from native_sparse_attention.hf import use_sparse_attention
+from tests.helpers import batches
 from tests.helpers import tiny_models as models
 
 if not hasattr(transformers, "MiniMaxM3VLTextConfig"):
@@ -41,13 +42,13 @@ def test_forward(backend):
     """The block of a query is one of the given ones or not; heads may share indices."""
     for settings in ({}, dict(index_local_blocks=0, index_topk_blocks=1), dict(index_n_heads=1)):
         model, sparse = pair(backend, **settings)
-        batch = models.padded(models.prompts(33, 40), left=False)
+        batch = batches.padded(models.prompts(33, 40), left=False)
         expected = model(**batch).logits
-        models.check_rows(sparse(**batch).logits, batch, expected)
+        batches.check_rows(sparse(**batch).logits, batch, expected)
         whole, _ = pair(backend, **settings | dict(index_topk_blocks=10))
         assert (whole(**batch).logits - expected)[batch["attention_mask"] > 0].abs().max() > 1e-2
     with pytest.raises(ValueError, match="padding on the right alone, none over a cache"):
-        sparse(**models.padded(models.prompts(33, 40), left=True))
+        sparse(**batches.padded(models.prompts(33, 40), left=True))
 
 
 @backends
@@ -61,7 +62,7 @@ def test_caches(backend):
     # one offset for all rows
     static = {} if backend == "flex" else dict(cache_implementation="static")
     assert sparse.generate(ids, **given, **static).equal(expected)
-    out = models.call_in_pieces(sparse, expected, models.dynamic(sparse), 0, 11, 14, 23)
+    out = batches.call_in_pieces(sparse, expected, batches.dynamic(sparse), 0, 11, 14, 23)
     models.close(out, model(expected).logits)
 
 

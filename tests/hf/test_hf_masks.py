@@ -11,18 +11,8 @@ from transformers.masking_utils import causal_mask_function
 
 from native_sparse_attention.hf import convert, use_sparse_attention
 from native_sparse_attention.hf.mask import nsa_mask
-from tests.helpers.tiny_models import (
-    CACHE,
-    SPARSE,
-    call,
-    call_in_pieces,
-    close,
-    dynamic,
-    native,
-    prompts,
-    static,
-    tiny,
-)  # fmt: skip
+from tests.helpers.batches import CACHE, call, call_in_pieces, dynamic, static
+from tests.helpers.tiny_models import SPARSE, close, native, prompts, tiny
 
 
 @pytest.fixture(scope="module")

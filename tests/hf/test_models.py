@@ -15,23 +15,8 @@ from native_sparse_attention.hf import (
     convert,
     use_sparse_attention,
 )
-from tests.helpers.tiny_models import (
-    CACHE,
-    FORMS,
-    SPARSE,
-    call_in_pieces,
-    check_rows,
-    checkpoint,
-    close,
-    dynamic,
-    moved,
-    native,
-    packed,
-    padded,
-    prompts,
-    static,
-    tiny,
-)
+from tests.helpers.batches import CACHE, call_in_pieces, check_rows, dynamic, packed, padded, static
+from tests.helpers.tiny_models import FORMS, SPARSE, checkpoint, close, moved, native, prompts, tiny
 from tests.hf.test_families import FORMS as FORMS_OF_FAMILIES
 
 WINDOWS = SPARSE | dict(compress_block_size=4, compress_block_sliding_stride=2)

@@ -19,19 +19,8 @@ from native_sparse_attention.hf import (
     convert,
     use_sparse_attention,
 )
-from tests.helpers.tiny_models import (
-    CACHE,
-    FORMS,
-    SIZES,
-    call,
-    call_in_pieces,
-    close,
-    dynamic,
-    moved,
-    native,
-    prompts,
-    tiny,
-)
+from tests.helpers.batches import CACHE, call, call_in_pieces, dynamic
+from tests.helpers.tiny_models import FORMS, SIZES, close, moved, native, prompts, tiny
 
 form = pytest.mark.parametrize("form", FORMS)
 

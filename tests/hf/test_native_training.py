@@ -8,7 +8,8 @@ import torch.nn.functional as F
 import transformers
 
 from native_sparse_attention.hf import NSAForCausalLM, ranking_losses
-from tests.helpers.tiny_models import checkpoint, close, native, padded, prompts
+from tests.helpers.batches import padded
+from tests.helpers.tiny_models import checkpoint, close, native, prompts
 
 TEXT = b"the quick brown fox jumps over the lazy dog, and then it runs home. " * 12
 

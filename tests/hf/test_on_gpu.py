@@ -6,18 +6,8 @@ import pytest
 import torch
 
 from native_sparse_attention.hf import convert, use_sparse_attention
-from tests.helpers.tiny_models import (
-    FORMS,
-    call_in_pieces,
-    close,
-    dynamic,
-    native,
-    padded,
-    prompts,
-    static,
-    tiny,
-    without_padding,
-)
+from tests.helpers.batches import call_in_pieces, dynamic, padded, static, without_padding
+from tests.helpers.tiny_models import FORMS, close, native, prompts, tiny
 
 pytestmark = pytest.mark.gpu
 SIZES = dict(head_dim=64, hidden_size=64, max_position_embeddings=1024)

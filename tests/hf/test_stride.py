@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from native_sparse_attention import hf
+from tests.helpers import batches
 from tests.helpers import tiny_models as models
 
 WINDOWS = dict(compress_block_size=4, compress_block_sliding_stride=2)
@@ -40,8 +41,8 @@ def test_pieces_are_one_forward(form, left, monkeypatch):
     has_kernels, settings = "kernels" in form, FORMS.get(form.removesuffix("_kernels"), {})
     model = models.tiny(num_hidden_layers=2 - has_kernels)
     hf.use_sparse_attention(model, **models.SPARSE | dict(selection_stride=4) | settings)
-    batch, cache = models.padded(models.prompts(30, 42), left), hf.SparseCache(model.config)
-    pieces = models.call_in_pieces
+    batch, cache = batches.padded(models.prompts(30, 42), left), hf.SparseCache(model.config)
+    pieces = batches.call_in_pieces
     others = batch | dict(input_ids=batch["input_ids"].flip(0, 1))
     expected = model(**batch, use_cache=False).logits
     with torch.set_grad_enabled(form == "tokens"):
@@ -75,7 +76,7 @@ def test_generate(way):
     beams = {name: n for name, n in way.items() if name == "num_beams"}
     expected = model.generate(text, **given, **beams, use_cache=False)
     with torch.inference_mode():
-        cache = {models.CACHE: hf.SparseCache(model.config)}
+        cache = {batches.CACHE: hf.SparseCache(model.config)}
         assert model.generate(text, **given, **way, **cache).equal(expected)
 
 
@@ -92,13 +93,13 @@ def test_caches_without_rankings(kind, backend):
         model = models.tiny(num_hidden_layers=1)  # whose keys are no outputs of blocks
         expected = hf.use_sparse_attention(model, **models.SPARSE | alone)(ids).logits
         hf.use_sparse_attention(model, **models.SPARSE | shared, backend=backend)
-        cache = models.dynamic(model) if kind == "dynamic" else hf.SparseCache(model.config)
+        cache = batches.dynamic(model) if kind == "dynamic" else hf.SparseCache(model.config)
         if kind == "static":
             cache = hf.StaticSparseCache(model.config, 48)
-        models.call(model, ids[:, :38], cache)
+        batches.call(model, ids[:, :38], cache)
         for token in range(38, 42):
             if kind == "cropped":
                 for layer in cache.layers:
                     layer.rankings.clear()
-            out = models.call(model, ids[:, token : token + 1], cache)
+            out = batches.call(model, ids[:, token : token + 1], cache)
             models.close(out[:, 0], expected[:, token])
