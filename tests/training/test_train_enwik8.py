@@ -13,17 +13,15 @@ from pathlib import Path
 
 import pytest
 
+import train_enwik8 as script
+from native_sparse_attention.checks import TOO_LARGE
+from native_sparse_attention.presets import preset
+from training import options
+from training.runs import load_model
+from training.sample import generate
+from training.settings import new_settings
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-import train_enwik8 as script  # noqa: E402
-from native_sparse_attention.checks import TOO_LARGE  # noqa: E402
-from native_sparse_attention.presets import preset  # noqa: E402
-from training import options  # noqa: E402
-from training.runs import load_model  # noqa: E402
-from training.sample import generate  # noqa: E402
-from training.settings import new_settings  # noqa: E402
-
 TINY = [
     *("--dim", 16, "--depth", 1, "--heads", 2, "--kv-heads", 1, "--dim-head", 8),
     *("--sliding-window-size", 8, "--compress-block-size", 4, "--compress-block-sliding-stride", 2),
