@@ -147,7 +147,7 @@ def test_presets_against_torch(name, stride, T):
 
 SCRIPT = Path(__file__).resolve().parent.parent / "docs" / "cost.js"
 GIVEN = [
-    *VARIED.values(),
+    *(settings for settings, _ in HELD.values()),
     dict(num_selected_blocks=0, out_bias=True, qk_norm=True),
     dict(branches=["compressed", "window"], branch_kv="independent"),
     dict(branches=["window"]),
@@ -155,11 +155,7 @@ GIVEN = [
     dict(branches=["selected"], dense_length=20, use_diff_topk=True),
     dict(branches=["selected"], dense_length=20, selection_stride=4),
     dict(branches=["selected", "window"], importance="index", index_dim=8, index_heads=2),
-    dict(
-        branches=["selected"], rank_rotated=True, compress_block_size=1,
-        compress_block_sliding_stride=1,
-    ),
-]  # fmt: skip
+]
 # settings of NSAConfig that no count depends on
 WITHOUT_COST = {
     "backend", "block_sizes", "index_pool", "interpolated_importance_score", "qk_norm_eps",
