@@ -105,9 +105,9 @@ SETTINGS = {
     "index": dict(importance="index"),
     "8 bits": dict(ranking_bits=8),
     "two stages": sizes(2, 2, 4, num_local_blocks=4, num_selected_groups=1),
-    "three branches": dict(
-        branches=("compressed", "selected", "window"), importance="logits", rank_rotated=False,
-        compress_block_size=8, compress_block_sliding_stride=4, sliding_window_size=11,
+    "three branches": sizes(
+        8, 4, w=11, branches=("compressed", "selected", "window"), importance="logits",
+        rank_rotated=False,
     ),
 }  # fmt: skip
 

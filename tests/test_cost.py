@@ -28,10 +28,7 @@ SETTINGS = sizes(
 )  # fmt: skip
 CONFIG, ONE_SOFTMAX = NSAConfig(**SETTINGS), "one-softmax"
 SHAPE = dict(dim=4096, dim_head=128, heads=32, kv_heads=8, causal=True)
-PAPER = dict(
-    SHAPE, sliding_window_size=511, compress_block_sliding_stride=16, num_selected_blocks=13,
-    num_initial_blocks=1, num_local_blocks=2,
-)  # fmt: skip
+PAPER = SHAPE | sizes(d=16, n=13, w=511, num_initial_blocks=1, num_local_blocks=2)
 VARIED = {
     "plain": {},
     "forced": dict(num_initial_blocks=1, num_local_blocks=2, num_compressed_mem_kv=0),
@@ -39,13 +36,11 @@ VARIED = {
     "shared rankings": dict(
         selection_stride=4, query_heads_share_selected_kv=False, num_local_blocks=0
     ),
-    "large stride": dict(
-        compress_block_size=16, compress_block_sliding_stride=16, num_initial_blocks=2
-    ),
+    "large stride": sizes(16, 16, num_initial_blocks=2),
     "probs": dict(importance="probs", kv_heads=4, compress_mlp_expand_factor=0.3),
 }
 ONE = dict(branches=("selected",), rank_rotated=True)
-TOKENS = dict(compress_block_size=1, compress_block_sliding_stride=1)
+TOKENS = sizes(1, 1)
 HELD = {
     "one softmax": (ONE, "ck k v"),
     "tokens": (ONE | TOKENS, "k v"),

@@ -11,11 +11,10 @@ import torch
 from native_sparse_attention import NSAConfig, SparseAttention, warmup
 from native_sparse_attention.compress import MeanPool
 from tests.helpers.processes import printed, python
+from tests.helpers.sizes import sizes
 
-CONFIG = NSAConfig(
-    dim=64, dim_head=32, heads=4, kv_heads=2, sliding_window_size=31, compress_block_size=16,
-    compress_block_sliding_stride=8, selection_block_size=16, num_selected_blocks=4, causal=True,
-)  # fmt: skip
+SHAPE = dict(dim=64, dim_head=32, heads=4, kv_heads=2, causal=True)
+CONFIG = NSAConfig(**SHAPE, **sizes(16, 8, 16, n=4, w=31))
 
 
 @pytest.mark.slow

@@ -305,9 +305,7 @@ REFUSED = {
         "use_diff_topk=False, got True": dict(use_diff_topk=True),
         "query_heads_share_selected_kv=True, got False": dict(query_heads_share_selected_kv=False),
         "index_heads must be 1 or kv_heads=2, got 3": dict(index_heads=3),
-        "index_dim must be at least 8": dict(
-            index_dim=6, rank_rotated=True, compress_block_size=1, compress_block_sliding_stride=1
-        ),
+        "index_dim must be at least 8": sizes(1, 1, index_dim=6, rank_rotated=True),
         "compress_mlp must be None with": dict(compress_mlp=networks.MeanPool()),
     },
     "index config": {
@@ -418,9 +416,7 @@ REFUSED = {
         "importance='max' or 'head_max' or 'logits', got 'probs'": dict(importance="probs"),
         "causal=True, got False": dict(causal=False),
         "num_local_blocks must be a positive multiple of 4": dict(num_local_blocks=3),
-        "a multiple of the 8 tokens of a group of blocks, got 6": dict(
-            compress_block_size=6, compress_block_sliding_stride=6, selection_block_size=2
-        ),
+        "a multiple of the 8 tokens of a group of blocks, got 6": sizes(6, 6, 2),
         "rank_rotated=True": dict(rank_rotated=False),
         "without 'compressed'": dict(branches=("compressed", "selected"), rank_rotated=False),
         "use_diff_topk=False, got True": dict(use_diff_topk=True),

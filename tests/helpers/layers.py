@@ -13,10 +13,7 @@ SIZES = sizes(8, 4, 8, n=2, w=5, dim=DIM, dim_head=8, heads=4, kv_heads=2)
 
 NO_COMPRESSED = dict(branches=("selected", "window"))
 # single rotated keys rank blocks of one softmax
-TOKENS = dict(
-    branches=("selected",), compress_block_size=1, compress_block_sliding_stride=1,
-    rank_rotated=True,
-)  # fmt: skip
+TOKENS = sizes(1, 1, branches=("selected",), rank_rotated=True)
 SETTINGS = {
     "default": {},
     "stride = window": dict(compress_block_size=8, compress_block_sliding_stride=None),

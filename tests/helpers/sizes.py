@@ -6,6 +6,6 @@ LETTERS = dict(
 )  # fmt: skip
 
 
-def sizes(l, d, s, n=None, w=None, **others):
+def sizes(l=None, d=None, s=None, n=None, w=None, **others):
     values = dict(l=l, d=d, s=s, n=n, w=w)
     return {LETTERS[x]: value for x, value in values.items() if value is not None} | others

@@ -4,6 +4,8 @@ they need no network."""
 import pytest
 import torch
 
+from tests.helpers.sizes import sizes
+
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 SIZES = dict(
@@ -49,19 +51,13 @@ FAMILIES = dict(
 )  # fmt: skip
 
 # true sparsity at 40 tokens: 3 blocks of 4 of up to 10
-SPARSE = dict(
-    selection_block_size=4, num_selected_blocks=1, num_initial_blocks=1, num_local_blocks=1,
-    dense_length=0,
-)  # fmt: skip
+SPARSE = sizes(s=4, n=1, num_initial_blocks=1, num_local_blocks=1, dense_length=0)
 # all blocks, selected one by one: with differentiable top-k nothing is dense by itself
 WHOLE = dict(selection_block_size=4, num_selected_blocks=20, dense_length=0, use_diff_topk=True)
 
 # forms of a model of this library: three branches, one softmax, and one with a learned ranking
 FORMS = dict(
-    branches=dict(
-        preset="paper", compress_block_size=8, compress_block_sliding_stride=4,
-        selection_block_size=8, num_selected_blocks=1, num_local_blocks=1, sliding_window_size=6,
-    ),
+    branches=sizes(8, 4, 8, n=1, w=6, preset="paper", num_local_blocks=1),
     one_softmax=dict(preset="one-softmax", **SPARSE),
     index=dict(preset="one-softmax", importance="index", **SPARSE),
 )  # fmt: skip

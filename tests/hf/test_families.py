@@ -9,6 +9,7 @@ import transformers
 
 from native_sparse_attention.hf import attention, convert, use_sparse_attention
 from tests.helpers.batches import call_in_pieces, check_rows, dynamic, packed, padded, static
+from tests.helpers.sizes import sizes
 from tests.helpers.tiny_models import FAMILIES, SPARSE, WHOLE, close, prompts, tiny
 
 CONVERTED = (
@@ -18,11 +19,7 @@ CONVERTED = (
 # all blocks, under one softmax; and a window over the sequence beside two closed branches
 FORMS = dict(
     one_softmax=dict(selection_block_size=4, num_selected_blocks=20, dense_length=0),
-    branches=dict(
-        branches=("compressed", "selected", "window"), sliding_window_size=64,
-        compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8,
-        num_selected_blocks=1,
-    ),
+    branches=sizes(8, 4, 8, n=1, w=64, branches=("compressed", "selected", "window")),
 )  # fmt: skip
 family = pytest.mark.parametrize("family", FAMILIES)
 converted_family = pytest.mark.parametrize("family", CONVERTED)

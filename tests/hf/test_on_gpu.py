@@ -7,17 +7,12 @@ import torch
 
 from native_sparse_attention.hf import convert, use_sparse_attention
 from tests.helpers.batches import call_in_pieces, dynamic, padded, static, without_padding
+from tests.helpers.sizes import sizes
 from tests.helpers.tiny_models import FORMS, close, native, prompts, tiny
 
 pytestmark = pytest.mark.gpu
 SIZES = dict(head_dim=64, hidden_size=64, max_position_embeddings=1024)
-SETTINGS = dict(
-    selection_block_size=32,
-    num_selected_blocks=2,
-    num_initial_blocks=1,
-    num_local_blocks=2,
-    dense_length=0,
-)
+SETTINGS = sizes(s=32, n=2, num_initial_blocks=1, num_local_blocks=2, dense_length=0)
 WINDOWS = dict(compress_block_size=16, compress_block_sliding_stride=8)
 
 
@@ -60,10 +55,10 @@ def test_training_in_half_precision():
 
 def large(form, **settings):
     """A model of this library whose heads the kernels take."""
-    sizes = dict(selection_block_size=32, num_selected_blocks=2)
-    if form == "branches":
-        sizes |= dict(compress_block_size=32, compress_block_sliding_stride=16)
-    return native(FORMS[form] | sizes, **SIZES, initializer_range=0.1, **settings).cuda()
+    windows = (32, 16) if form == "branches" else ()
+    return native(
+        FORMS[form] | sizes(*windows, s=32, n=2), **SIZES, initializer_range=0.1, **settings
+    ).cuda()
 
 
 def with_backend(model, dtype, backend):

@@ -8,20 +8,15 @@ import torch
 from native_sparse_attention import hf
 from tests.helpers import batches
 from tests.helpers import tiny_models as models
+from tests.helpers.sizes import sizes
 
 WINDOWS = dict(compress_block_size=4, compress_block_sliding_stride=2)
 FORMS = dict(
     tokens={},
     logits=dict(WINDOWS, importance="logits", query_heads_share_selected_kv=False),
     probs=dict(WINDOWS, importance="probs", dense_length=20),
-    stages=dict(
-        compress_block_size=2,
-        compress_block_sliding_stride=2,
-        selection_stride=1,
-        selection_block_size=2,
-        num_local_blocks=4,
-        num_initial_blocks=0,
-        num_selected_groups=1,
+    stages=sizes(
+        2, 2, 2, selection_stride=1, num_local_blocks=4, num_initial_blocks=0, num_selected_groups=1
     ),
     many_gates=dict(num_selected_blocks=70, use_diff_topk=True, selection_stride=2),
 )

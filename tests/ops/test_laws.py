@@ -10,6 +10,7 @@ from tests.helpers import selections
 from tests.helpers.budget import CUDA, DEVICE, running
 from tests.helpers.calls import BRANCHES, DOCUMENTS, HEADS, LAYERS, D, S, draw
 from tests.helpers.memory import poisoned
+from tests.helpers.sizes import sizes
 
 KERNELS = [("triton", torch.float32)]
 if CUDA:
@@ -30,10 +31,7 @@ CALLS = {
     "paper": ("layer", dict(IN_WINDOW, importance="probs")),
     "groups, gates": ("layer", dict(selection_stride=4, use_diff_topk=True)),
     "interpolated, each head": ("layer", dict(interpolated_importance_score=True, each=True)),
-    "windows longer than blocks": (
-        "layer",
-        dict(compress_block_size=2 * S, compress_block_sliding_stride=2 * S),
-    ),
+    "windows longer than blocks": ("layer", sizes(2 * S, 2 * S)),
     "one softmax": ("one softmax", dict(importance="max")),
 }
 calls = pytest.mark.parametrize("name", CALLS)

@@ -163,9 +163,7 @@ BOTH = {
     "gates, groups of tokens": dict(
         use_diff_topk=True, selection_stride=4, place=(B + 4, B + 4), importance="max"
     ),
-    "windows longer than blocks": dict(
-        compress_block_sliding_stride=2 * S, compress_block_size=2 * S
-    ),
+    "windows longer than blocks": sizes(2 * S, 2 * S),
 }
 LAYERS = {
     "layer": BOTH | {

@@ -12,20 +12,14 @@ from native_sparse_attention.distributed import (
     context_parallel_unshard,
 )
 from native_sparse_attention.varlen import Documents
+from tests.helpers.sizes import sizes
 
 SHAPE = dict(dim=16, dim_head=8, heads=4, kv_heads=2, causal=True)
-SIZES = dict(
-    compress_block_size=8, compress_block_sliding_stride=4, selection_block_size=8,
-    sliding_window_size=11, num_selected_blocks=2,
-)  # fmt: skip
-ONE_SOFTMAX = SIZES | dict(
-    branches=("selected",), importance="max", rank_rotated=True, num_initial_blocks=1,
-    compress_block_size=1, compress_block_sliding_stride=1,
-)  # fmt: skip
-STAGES = ONE_SOFTMAX | dict(
-    compress_block_size=4, compress_block_sliding_stride=4, selection_block_size=4,
-    num_local_blocks=4, num_selected_groups=1,
-)  # fmt: skip
+SIZES = sizes(8, 4, 8, n=2, w=11)
+ONE_SOFTMAX = SIZES | sizes(
+    1, 1, branches=("selected",), importance="max", rank_rotated=True, num_initial_blocks=1
+)
+STAGES = ONE_SOFTMAX | sizes(4, 4, 4, num_local_blocks=4, num_selected_groups=1)
 INDEX = SIZES | dict(branches=("selected", "window"), importance="index", index_dim=6)
 PAPER = SIZES | dict(importance="probs", branch_kv="independent", num_initial_blocks=1)
 SHORT = SIZES | dict(num_initial_blocks=1, num_local_blocks=2)

@@ -10,16 +10,11 @@ from transformers.distributed import DistributedConfig
 
 from native_sparse_attention.distributed import context_parallel_shard, parallelize
 from native_sparse_attention.hf import SparseCache, convert, use_sparse_attention
-from tests.helpers.tiny_models import native, tiny
+from tests.helpers.sizes import sizes
+from tests.helpers.tiny_models import SPARSE, native, tiny
 
-DROP_IN = dict(
-    selection_block_size=4, num_selected_blocks=2, num_initial_blocks=1, num_local_blocks=1,
-    selection_stride=4, dense_length=0,
-)  # fmt: skip
-NSA = dict(
-    sliding_window_size=11, compress_block_size=8, compress_block_sliding_stride=4,
-    selection_block_size=8, num_selected_blocks=2,
-)  # fmt: skip
+DROP_IN = SPARSE | sizes(n=2, selection_stride=4)
+NSA = sizes(8, 4, 8, n=2, w=11)
 
 
 def drop_in(family: str, settings: dict | None = None, **sizes):

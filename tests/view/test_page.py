@@ -95,8 +95,7 @@ def test_page_is_one_file_that_asks_for_nothing():
 def test_four_thousand_tokens_take_less_than_five_megabytes():
     """With the heads, blocks and layers of train_enwik8.py's CUDA preset."""
     torch.manual_seed(0)
-    sparse = dict(compress_block_size=16, compress_block_sliding_stride=8, selection_block_size=16,
-                  num_selected_blocks=4, sliding_window_size=64)  # fmt: skip
+    sparse = sizes(16, 8, 16, n=4, w=64)
     module = Transformer(256, 16, depth=1, dim_head=4, heads=8, kv_heads=4, use_sparse_attn=True,
                          sparse_attn_kwargs=sparse)  # fmt: skip
     data = (DATA * 50)[:1024]

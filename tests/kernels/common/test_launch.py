@@ -17,6 +17,7 @@ from native_sparse_attention.kernels.decode import kv_cache
 from tests.helpers.budget import DEVICE
 from tests.helpers.calls import draw, normal
 from tests.helpers.interpreter import not_of_3_4
+from tests.helpers.sizes import sizes
 
 ARCHITECTURES = {"hopper": tiles.HOPPER, "ampere": tiles.AMPERE, "elsewhere": tiles.OTHER_GPUS}
 
@@ -59,8 +60,7 @@ def test_every_size_has_a_tile(monkeypatch, name):
 
 def draw_layer(B, T, H, K, **settings):
     return draw(
-        "layer", place=(T, T), heads=(H, K, 16, 16), batch=B, compress_block_size=8,
-        compress_block_sliding_stride=4, selection_block_size=8, sliding_window_size=17, **settings,
+        "layer", place=(T, T), heads=(H, K, 16, 16), batch=B, **sizes(8, 4, 8, w=17), **settings
     ).leaves()  # fmt: skip
 
 
