@@ -54,9 +54,7 @@ def test_tiles_that_share_groups(importance, form, D, s, n1):
     S = 40 * s
     for T, H, K in ((S, 8, 4), (S // 2, 2, 2)):
         q, k, ck = draw(T, S, H, K, D, 16, torch.bfloat16)
-        call = dict(SIZES, compress_block_size=16, compress_block_sliding_stride=16, k=k)
-        call |= dict(selection_block_size=s, num_selected_groups=n1, num_selected_blocks=7)
-        call |= dict(importance=importance)
+        call = SIZES | sizes(16, 16, s, n=7, num_selected_groups=n1, importance=importance, k=k)
         with running(form) as backend:
             found = select_blocks(q, ck, **call, backend=backend)
             assert torch.equal(found, select_blocks(q, ck, **call, backend=backend))

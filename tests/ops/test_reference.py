@@ -93,8 +93,7 @@ def test_selection(l, d, s, rule, interpolated, shared, causal):
     q, ck, mem_k = normal(1, T, H, D), normal(1, W, K, D), normal(K, 2, D)
     q.requires_grad_()
     indices, gates = nsa.select_blocks(
-        q, ck, mem_k=mem_k, compress_block_size=l, compress_block_sliding_stride=d,
-        selection_block_size=s, num_selected_blocks=n, importance=rule,
+        q, ck, mem_k=mem_k, **sizes(l, d, s, n=n), importance=rule,
         interpolated_importance_score=interpolated, num_initial_blocks=initial,
         num_local_blocks=local, query_heads_share_selected_kv=shared, causal=causal, seq_len=S,
         return_gates=True,

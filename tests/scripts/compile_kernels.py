@@ -200,11 +200,8 @@ def rotate(dtype, heads, tokens=64, starts=None):
 def rank(dtype, heads, **settings):
     """The selection."""
     H, K, D = heads
-    settings = {
-        "compress_block_size": 32, "compress_block_sliding_stride": 16, "selection_block_size": 64,
-        "num_selected_blocks": 13, "num_initial_blocks": 1, "num_local_blocks": 2,
-        "importance": "probs", **settings,
-    }  # fmt: skip
+    usual = sizes(32, 16, 64, n=13, num_initial_blocks=1, num_local_blocks=2, importance="probs")
+    settings = usual | settings
     W = 1280 // settings["compress_block_sliding_stride"]
     q, ck = torch.zeros(1, 1280, H, D).to(dtype), torch.zeros(1, W, K, D).to(dtype)
     if "num_selected_groups" in settings:

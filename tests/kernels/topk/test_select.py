@@ -87,9 +87,7 @@ def test_many_tokens(importance):
     T, H, K, D = 300_000, 64, 4, 128
     q = torch.randn(1, T, H, D, device="cuda", dtype=torch.bfloat16)
     ck = torch.randn(1, T // 16, K, D, device="cuda", dtype=torch.bfloat16)
-    call = dict(
-        num_selected_blocks=13, importance=importance, backend="triton", **sizes(32, 16, 64)
-    )
+    call = sizes(32, 16, 64, n=13, importance=importance, backend="triton")
     every = select_blocks(q, ck, **call)
     last = select_blocks(q[:, -100:].clone(), ck, seq_len=T, **call)
     agree = (every[:, -100:] == last).float().mean()
@@ -184,9 +182,9 @@ def test_the_definition_of_8_bits(backend, dtype, importance):
     ck[..., 3] += 4
     ck[:, 12:16] = 0  # and a block of zeros
     q, ck = q.to(dtype), ck.to(dtype)
-    call = dict(
-        sizes(2, 2, 8), num_selected_blocks=3, num_initial_blocks=1, num_local_blocks=0,
-        importance=importance, ranking_bits=8, q_offset=110, seq_len=130,
+    call = sizes(
+        2, 2, 8, n=3, num_initial_blocks=1, num_local_blocks=0, importance=importance,
+        ranking_bits=8, q_offset=110, seq_len=130,
     )  # fmt: skip
     found = select_blocks(q, ck, **call, backend=backend)
     for b, t, h in ((0, 19, 0), (1, 0, 1), (0, 7, 1), (1, 13, 0)):
