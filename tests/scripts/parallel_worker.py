@@ -1,5 +1,6 @@
 """Run by torchrun: a model distributed over a mesh learns as on one process."""
 
+import functools
 import importlib.util
 import os
 import signal
@@ -117,10 +118,9 @@ def check_model(
     check_weights(model, plain)
 
 
-def check(
-    sizes: dict[str, int], settings: dict, model_options=None, call=None, **options
-) -> None:  # fmt: skip
-    check_model("", lambda: build(settings, **(model_options or {})), sizes, call, **options)
+def check(sizes: dict[str, int], settings: dict, model_options=None, call=None, **options) -> None:
+    make = functools.partial(build, settings, **(model_options or {}))
+    check_model("Transformer", make, sizes, call, **options)
 
 
 def check_wrapped() -> None:

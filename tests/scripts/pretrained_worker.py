@@ -38,7 +38,7 @@ MODELS = {
 
 
 def check(name: str, sizes: dict[str, int], **options) -> None:
-    check_model(f" of {name}", MODELS[name], sizes, **options)
+    check_model(name, MODELS[name], sizes, **options)
 
 
 def check_generating() -> None:
