@@ -57,16 +57,6 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return bars
 
 
-@gluon.jit
-def probabilities(s, scale_log2, lse, delta, GATED: gl.constexpr):
-    """Probabilities of logits `s`, with the sign of the gate, as in `primitives.softmax_grad`."""
-    p = gl.exp2(s * scale_log2 - lse)
-    if GATED:
-        sign = delta.to(gl.int32, bitcast=True) << 31
-        p = (p.to(gl.int32, bitcast=True) ^ sign).to(gl.float32, bitcast=True)
-    return p
-
-
 @gluon.constexpr_function
 def flat(warps, width):
     """Layout of a tile with 16 rows per warp: as a product's accumulator, but a thread holds 8

@@ -13,6 +13,9 @@ COMPRESSED = tl.constexpr(2)  # keys that end at or before i; one ends every `st
 EVERYTHING = tl.constexpr(3)
 LOCAL_BLOCKS = tl.constexpr(4)  # i's block of `stride` tokens, up to i, and `reach` before it
 
+# the prefix: none, seen by every query, or causal (key n by the queries from position n on)
+NO_PREFIX, OPEN_PREFIX, CAUSAL_PREFIX = (tl.constexpr(i) for i in range(3))
+
 # a tensor as one kernel argument: its pointer, and the strides of sequences or pages, of positions
 # and of heads. Triton binds a named tuple in less time than flat arguments
 Strided = namedtuple("Strided", "ptr b n h")
@@ -38,18 +41,31 @@ def rare(pointer, n):
 
 @triton.jit
 def interval(i, N, floor, reach, stride, KIND: tl.constexpr):
-    """First key and one past the last key that query i sees; none below `floor`."""
+    """First key and one past the last key that query i sees; of a window none below `floor`."""
     lo = i * 0
     hi = lo + N
     if KIND == CAUSAL_WINDOW:
-        lo, hi = i - reach, i + 1
+        lo, hi = tl.maximum(i - reach, floor), i + 1
     if KIND == TWO_SIDED_WINDOW:
-        lo, hi = i - reach, i + reach + 1
+        lo, hi = tl.maximum(i - reach, floor), i + reach + 1
     if KIND == COMPRESSED:
         hi = i // stride
     if KIND == LOCAL_BLOCKS:
-        lo, hi = i // stride * stride - reach, i + 1
-    return tl.maximum(lo, floor), tl.minimum(hi, N)
+        lo, hi = tl.maximum(i // stride * stride - reach, floor), i + 1
+    return lo, tl.minimum(hi, N)
+
+
+@triton.jit
+def local_start(position, kv_range):
+    """The first key of a position's local blocks inside a window."""
+    first_key = position // kv_range.inner_stride * kv_range.inner_stride - kv_range.inner_reach
+    return tl.maximum(first_key, kv_range.inner_floor)
+
+
+@triton.jit
+def prefix_end(position, P, PREFIX: tl.constexpr):
+    """End of the prefix keys that each query sees, of P keys."""
+    return tl.minimum(position + 1, P) if PREFIX == CAUSAL_PREFIX else position * 0 + P
 
 
 @triton.jit
@@ -76,6 +92,32 @@ def seen_by(n, last, reach, stride, KIND: tl.constexpr):
     if KIND == LOCAL_BLOCKS:
         first, end = n, ((last + reach) // stride + 1) * stride
     return tl.maximum(first, 0), end
+
+
+@triton.jit
+def query_tiles(
+    n0, last, seen, start, T, kv_range, split, splits, TOKENS: tl.constexpr, INNER: tl.constexpr
+):
+    """Tiles of TOKENS queries of one split that see keys n0 .. last: the first one, the first whose
+    queries all see all keys (with INNER none as a local key), the end of these, the end of all.
+    `seen` are positions: first and end of those that see some keys, then of those that see all."""
+    first, end, full, full_end = seen
+    begin = tl.maximum(first - start, 0) // TOKENS
+    end = tl.cdiv(tl.minimum(tl.maximum(end - start, 0), T), TOKENS)
+    split_tiles = tl.cdiv(tl.maximum(end - begin, 0), splits)
+    begin += split * split_tiles
+    end = tl.minimum(begin + split_tiles, end)
+    full = tl.maximum(tl.cdiv(tl.maximum(full - start, 0), TOKENS), begin)
+    full_end = tl.minimum(tl.minimum(tl.maximum(full_end - start, 0), T) // TOKENS, end)
+    if INNER:
+        _local_begin, local_end = seen_by(
+            n0, last, kv_range.inner_reach, kv_range.inner_stride, LOCAL_BLOCKS
+        )
+        full = tl.maximum(full, tl.cdiv(tl.maximum(local_end - start, 0), TOKENS))
+    full = tl.minimum(full, end)
+    if n0 < kv_range.floor:
+        full_end = full
+    return begin, full, tl.maximum(full_end, full), end
 
 
 @triton.jit

@@ -28,9 +28,6 @@ from ..common.tile_configs import FEW_KEYS
 # one compiled kernel for all lengths
 LENGTHS = ["T", "N", "P", "start"]
 
-# the prefix: none, seen by every query, or causal (key n by the queries from position n on)
-NO_PREFIX, OPEN_PREFIX, CAUSAL_PREFIX = (tl.constexpr(i) for i in range(3))
-
 # numbers of a KV range and of the local blocks within it; a key covers `unit` tokens
 Range = namedtuple("Range", "floor reach stride inner_floor inner_reach inner_stride unit")
 # `launch.BackwardInputs` [B T H ..], and lse and delta of the local blocks
@@ -77,13 +74,6 @@ def query_tile(starts, documents, start, T, N, K, kv_range, F: tl.constexpr):
 
 
 @triton.jit
-def local_start(position, kv_range):
-    """The first key of a position's local blocks."""
-    first_key = position // kv_range.inner_stride * kv_range.inner_stride - kv_range.inner_reach
-    return tl.maximum(first_key, kv_range.inner_floor)
-
-
-@triton.jit
 def logits(x, y, scale_log2, cap, F: tl.constexpr):
     """Logits x y^T [M, N] of queries and keys, scaled with CAP or without POSITIVE only."""
     # in float32 errors of "tf32x3" are up to four times as large
@@ -93,12 +83,6 @@ def logits(x, y, scale_log2, cap, F: tl.constexpr):
     elif not F.POSITIVE:
         s *= scale_log2
     return s
-
-
-@triton.jit
-def prefix_end(position, P, PREFIX: tl.constexpr):
-    """End of the prefix keys that each query sees, of P keys."""
-    return tl.minimum(position + 1, P) if PREFIX == CAUSAL_PREFIX else position * 0 + P
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -132,9 +116,9 @@ def nsa_flash_fwd(
     if F.INNER:
         # in order: keys before the local blocks, local blocks, initial blocks
         inner_floor = kv_range.inner_floor
-        local, end = tl.maximum(local_start(position, kv_range), lo), hi
-        local_first = tl.maximum(local_start(first, kv_range), lo_first)
-        local_last = tl.maximum(local_start(last, kv_range), lo_last)
+        local, end = tl.maximum(steps.local_start(position, kv_range), lo), hi
+        local_first = tl.maximum(steps.local_start(first, kv_range), lo_first)
+        local_last = tl.maximum(steps.local_start(last, kv_range), lo_last)
         hi = tl.minimum(hi, local)
         local_begin = local_first // F.BLOCK_N * F.BLOCK_N
         local_step = tl.maximum(tl.cdiv(tl.minimum(hi_last, local_last) - begin, F.BLOCK_N), 0)
@@ -190,7 +174,7 @@ def nsa_flash_fwd(
             )
         out, lse = outputs.inner_out, outputs.inner_lse
     elif F.PREFIX:
-        hi = prefix_end(position, P, F.PREFIX)
+        hi = steps.prefix_end(position, P, F.PREFIX)
         for n0 in range(0, P, F.BLOCK_N):
             n = n0 + tl.arange(0, F.BLOCK_N)
             k_tile = steps.load_keys(pk, b, h, n, n0, n < P, F.D, F.BLOCK_D, False)
@@ -231,7 +215,10 @@ def nsa_flash_dq(
     all_lo, all_hi = lo_last, hi_first
     if F.INNER:
         inner_floor = kv_range.inner_floor
-        local, local_first = local_start(position, kv_range), local_start(first, kv_range)
+        local, local_first = (
+            steps.local_start(position, kv_range),
+            steps.local_start(first, kv_range),
+        )
         initial_step = tiles_seen
         tiles_seen += tl.cdiv(inner_floor, F.BLOCK_N)
     for j in range(0, tiles_seen):
@@ -268,7 +255,7 @@ def nsa_flash_dq(
         acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision="ieee")
 
     if F.PREFIX and not F.INNER:
-        hi = prefix_end(position, P, F.PREFIX)
+        hi = steps.prefix_end(position, P, F.PREFIX)
         for n0 in range(0, P, F.BLOCK_N):
             n = n0 + tl.arange(0, F.BLOCK_N)
             k_tile = steps.load_keys(pk, b, h, n, n0, n < P, F.D, F.BLOCK_D, False)
@@ -299,7 +286,6 @@ def nsa_flash_dkv(
     block, line, _blocks, lines = steps.grid_position(F.FLIPPED)
     b, h = steps.large(line // K, F.WIDE), steps.large(line % K, F.WIDE)
     split = tl.program_id(2)
-    TOKENS: tl.constexpr = F.BLOCK_M // F.G
     if F.RAGGED:
         start = tl.load(starts + b).to(tl.int32)
     n0 = block * F.BLOCK_N
@@ -315,8 +301,7 @@ def nsa_flash_dkv(
     scale_log2 = scale * 1.4426950408889634
     unit_scale = 1.0 if F.CAP or not F.POSITIVE else scale_log2
 
-    floor, reach, stride = kv_range.floor, kv_range.reach, kv_range.stride
-    unit = kv_range.unit
+    reach, stride, unit = kv_range.reach, kv_range.stride, kv_range.unit
     # positions that see some of the keys: first .. end - 1; all keys: full .. full_end - 1
     last = tl.minimum(n0 + F.BLOCK_N, N) - 1
     first, end = steps.seen_by(n0, last, reach, stride, F.KIND)
@@ -332,24 +317,10 @@ def nsa_flash_dkv(
         end = tl.where(last * unit < begin, 0, end)
         # no query sees a key past its document's last token
         full_end = tl.where(last * unit < end, full_end, 0)
-    first_tile = tl.maximum(first - start, 0) // TOKENS
-    end_tile = tl.cdiv(tl.minimum(tl.maximum(end - start, 0), T), TOKENS)
-    split_tiles = tl.cdiv(tl.maximum(end_tile - first_tile, 0), tl.num_programs(2))
-    begin_tile = first_tile + split * split_tiles
-    end_tile = tl.minimum(begin_tile + split_tiles, end_tile)
-    full_tile = tl.maximum(tl.cdiv(tl.maximum(full - start, 0), TOKENS), begin_tile)
-    full_end_tile = tl.minimum(tl.minimum(tl.maximum(full_end - start, 0), T) // TOKENS, end_tile)
-    if F.INNER:
-        _local_begin, local_end = steps.seen_by(
-            n0, last, kv_range.inner_reach, kv_range.inner_stride, steps.LOCAL_BLOCKS
-        )
-        local_end_tile = tl.cdiv(tl.maximum(local_end - start, 0), TOKENS)
-        full_tile = tl.maximum(full_tile, local_end_tile)
-    full_tile = tl.minimum(full_tile, end_tile)
-    if n0 < floor:
-        full_end_tile = full_tile
-    full_end_tile = tl.maximum(full_end_tile, full_tile)
-    phases = begin_tile, full_tile, full_end_tile, end_tile
+    seen = first, end, full, full_end
+    phases = steps.query_tiles(
+        n0, last, seen, start, T, kv_range, split, tl.num_programs(2), F.BLOCK_M // F.G, F.INNER
+    )
     for phase in tl.static_range(3):
         for tile in range(phases[phase], phases[phase + 1]):
             token, g, real = steps.tile_rows(tile, T, F.G, F.BLOCK_M)
@@ -374,7 +345,7 @@ def nsa_flash_dkv(
             if F.INNER and phase == 0:
                 lse_row = tl.load(rows.inner_lse + row, mask=real, other=0.0)
                 delta_row = tl.load(rows.inner_delta + row, mask=real, other=0.0)
-                local = local_start(start + token, kv_range)
+                local = steps.local_start(start + token, kv_range)
                 s = tl.where(n[:, None] >= local[None], s, float("-inf"))
                 inner_p, inner_ds = steps.softmax_grad(
                     s, unit_scale, dp, lse_row[None], delta_row[None], F.GATED
@@ -419,6 +390,12 @@ class Inputs(NamedTuple):
         """Query heads per KV head."""
         return self.q.shape[2] // max(self.k.shape[2], 1)  # type: ignore[no-any-return]
 
+    @property
+    def prefix_kind(self) -> int:
+        if self.prefix is None:
+            return steps.NO_PREFIX.value
+        return (steps.CAUSAL_PREFIX if self.kv_range.causal_prefix else steps.OPEN_PREFIX).value
+
     def numbers(self) -> Range:
         kv_range, inner = self.kv_range, self.inner
         local = (0, 0, 1) if inner is None else (inner.floor, inner.reach, inner.stride)
@@ -445,7 +422,7 @@ def plan(
     )
     tokens, wide = tile.block_m // groups, launch.has_wide_offsets(call.q, call.k, call.v)
     wide |= B * T * H * max(D, E) >= 1 << 31
-    tma, prefix, lengths = False, NO_PREFIX, {}
+    tma, lengths = False, {}
     if kernel == "dkv":
         blocks = cdiv(N, tile.block_n)
         seeing = T if kv_range.wide else min(T, kv_range.reach + tile.block_n)
@@ -458,11 +435,9 @@ def plan(
         tma = dtype.itemsize < 4 and tile.block_n <= launch.MAX_BOX_ROWS
         tma = tma and launch.supports_tma(call.k, call.v)
         lengths = dict(P=0 if call.prefix is None else call.prefix[0].shape[1])
-        if call.prefix is not None:
-            prefix = CAUSAL_PREFIX if kv_range.causal_prefix else OPEN_PREFIX
     settings = Settings(
         groups, D, E, launch.padded(D), launch.padded(E), tile.block_m, tile.block_n, kv_range.kind,
-        call.inner is not None, prefix.value, kv_range.starts, kv_range.documents,
+        call.inner is not None, call.prefix_kind, kv_range.starts, kv_range.documents,
         kv_range.soft_cap, sinks, tma, call.scale > 0, gated, add, wide, flipped,
     )  # fmt: skip
     options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)

@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common import gluon_sm90 as hopper
 from ..common import launch
+from ..common import primitives as steps
 from ..common.launch import Plan, cdiv
 from ..common.precompile import launcher
 from ..common.primitives import CAUSAL_WINDOW, COMPRESSED, LOCAL_BLOCKS
@@ -125,47 +126,19 @@ def tile_position(i, call, K: gl.constexpr):
 
 
 @gluon.jit
-def window_start(position, reach, stride, KIND: gl.constexpr):
-    """The first key of a position's window, or of its local blocks."""
-    if KIND == LOCAL_BLOCKS:
-        position = position // stride * stride
-    return position - reach
-
-
-@gluon.jit
-def local_start(position, kv_range):
-    """The first key of a position's local blocks inside a window."""
-    first_key = window_start(position, kv_range.inner_reach, kv_range.inner_stride, LOCAL_BLOCKS)
-    return gl.maximum(first_key, kv_range.inner_floor)
-
-
-@gluon.jit
-def prefix_range(position, first, P, KIND: gl.constexpr):
-    """End of the prefix keys that each position sees, and that all positions from `first` on see.
-    The prefix of local blocks is causal, learned memory is not."""
-    hi, all_hi = position * 0 + P, first * 0 + P
-    if KIND == LOCAL_BLOCKS:
-        hi, all_hi = gl.minimum(position + 1, hi), gl.minimum(first + 1, all_hi)
-    return hi, all_hi
-
-
-@gluon.jit
 def blocks_of(tile, kv_range, TOKENS: gl.constexpr, F: gl.constexpr):
     start, T, N, floor = kv_range.start, kv_range.T, kv_range.N, kv_range.floor
     reach, stride = kv_range.reach, kv_range.stride
     first = start + tile * TOKENS
     last = start + gl.minimum(tile * TOKENS + TOKENS, T) - 1
     local, num_local, num_initial = first * 0, first * 0, first * 0
-    if F.KIND == COMPRESSED:
-        begin, end = first * 0, gl.minimum(last // stride, N)
-    else:
-        begin = gl.maximum(window_start(first, reach, stride, F.KIND), floor)
-        end = gl.minimum(last + 1, N)
+    begin, _ = steps.interval(first, N, floor, reach, stride, F.KIND)
+    _, end = steps.interval(last, N, floor, reach, stride, F.KIND)
     if F.INNER:
-        local_key = local_start(first, kv_range)
+        local_key = steps.local_start(first, kv_range)
         local = local_key // KEYS
         num_local = gl.where(local_key < end, gl.cdiv(end, KEYS) - local, 0)
-        end = gl.minimum(end, gl.maximum(local_start(last, kv_range), begin))
+        end = gl.minimum(end, gl.maximum(steps.local_start(last, kv_range), begin))
         num_initial = gl.cdiv(gl.minimum(last + 1, kv_range.inner_floor), KEYS)
     if F.PREFIX:
         num_initial = gl.cdiv(kv_range.P, KEYS)
@@ -186,13 +159,9 @@ def consumer_rows(iteration, i, call, CONSUMER: gl.constexpr, F: gl.constexpr):
     row = (b * call.T + token + i // F.G).to(gl.int64) * (F.K * F.G) + h * F.G + i % F.G
     real = token + i // F.G < call.T
     first, last = call.start + token, call.start + token + TOKENS - 1
-    if F.KIND == COMPRESSED:
-        lo, all_lo = position * 0, first * 0
-        hi, all_hi = gl.minimum(position // stride, N), gl.minimum(first // stride, N)
-    else:
-        lo = gl.maximum(window_start(position, reach, stride, F.KIND), floor)
-        all_lo = gl.maximum(window_start(last, reach, stride, F.KIND), floor)
-        hi, all_hi = gl.minimum(position + 1, N), gl.minimum(first + 1, N)
+    lo, hi = steps.interval(position, N, floor, reach, stride, F.KIND)
+    all_lo, _ = steps.interval(last, N, floor, reach, stride, F.KIND)
+    _, all_hi = steps.interval(first, N, floor, reach, stride, F.KIND)
     return TileRows(
         tile, b, h, blocks, token, first, last, position, row, real, lo, hi, all_lo, all_hi
     )
@@ -336,23 +305,23 @@ def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.co
         smem = memory.out.index(CONSUMER)
         outer_hi, outer_all_hi = hi, all_hi
         if F.INNER:
-            local_lo = gl.maximum(local_start(position, call), lo)
+            local_lo = gl.maximum(steps.local_start(position, call), lo)
             turn, acc, m, l = process_blocks(
                 memory, q, turn, acc, m, l, blocks.local, blocks.num_local, local_lo,
-                gl.where(local_lo < hi, hi, 0), local_start(x.last, call), all_hi, scale_log2,
+                gl.where(local_lo < hi, hi, 0), steps.local_start(x.last, call), all_hi, scale_log2,
             )  # fmt: skip
             inner_acc, inner_m, inner_l = acc, m, l
             outer_hi = gl.minimum(hi, local_lo)
-            outer_all_hi = gl.minimum(all_hi, local_start(x.first, call))
+            outer_all_hi = gl.minimum(all_hi, steps.local_start(x.first, call))
         turn, acc, m, l = process_blocks(
             memory, q, turn, acc, m, l, blocks.begin, blocks.num_outer, lo, outer_hi, all_lo,
             outer_all_hi, scale_log2,
         )  # fmt: skip
         if F.PREFIX:
-            prefix_hi, prefix_all_hi = prefix_range(position, x.first, call.P, F.KIND)
             turn, acc, m, l = process_blocks(
-                memory, q, turn, acc, m, l, 0, blocks.num_initial, lo * 0, prefix_hi, 0,
-                prefix_all_hi, scale_log2,
+                memory, q, turn, acc, m, l, 0, blocks.num_initial, lo * 0,
+                steps.prefix_end(position, call.P, F.PREFIX), 0,
+                steps.prefix_end(x.first, call.P, F.PREFIX), scale_log2,
             )  # fmt: skip
         write(out, rows.lse, smem, acc, m, l, corner, x.row, x.real)
         if F.INNER:
@@ -413,12 +382,13 @@ def process_dq_blocks(
         n = n0 + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))
         if (n0 < all_lo) | (n0 + KEYS > all_hi):
             s = gl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
-        ds = hopper.probabilities(s, scale_log2, lse[:, None], delta[:, None], GATED)
-        ds = ds * (dp - delta[:, None])
+        _, ds = steps.softmax_grad(s, scale_log2, dp, lse[:, None], delta[:, None], GATED)
         if BOTH:
             s = gl.where(n[None] >= other_lo[:, None], s, float("-inf"))
-            p = hopper.probabilities(s, scale_log2, other_lse[:, None], other_delta[:, None], GATED)
-            ds += p * (dp - other_delta[:, None])
+            _, other_ds = steps.softmax_grad(
+                s, scale_log2, dp, other_lse[:, None], other_delta[:, None], GATED
+            )
+            ds += other_ds
         left = gl.convert_layout(ds.to(memory.k.dtype), left_operand(ACC))
         acc = warpgroup_mma(left, k_tile, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -471,11 +441,11 @@ def consume_dq(dq, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
             # the window contains the local keys
             turn, acc = process_dq_blocks(
                 memory, q, d_out, turn, acc, lse, delta, other_lse, other_delta, blocks.local,
-                blocks.num_local, lo, hi, local_start(x.position, call), all_lo, all_hi, scale_log2,
-                True, F.GATED,
+                blocks.num_local, lo, hi, steps.local_start(x.position, call), all_lo, all_hi,
+                scale_log2, True, F.GATED,
             )  # fmt: skip
             # the first local block's keys before the local range are already processed
-            local_begin = local_start(call.start + x.tile * TOKENS, call)
+            local_begin = steps.local_start(call.start + x.tile * TOKENS, call)
             local_begin = gl.where(blocks.num_local > 0, local_begin // KEYS * KEYS, call.N)
             hi_before, all_before = gl.minimum(hi, local_begin), gl.minimum(all_hi, local_begin)
         turn, acc = process_dq_blocks(
@@ -490,10 +460,10 @@ def consume_dq(dq, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
                 gl.minimum(x.first + 1, floor), scale_log2, False, F.GATED,
             )  # fmt: skip
         if F.PREFIX:
-            prefix_hi, prefix_all_hi = prefix_range(x.position, x.first, call.P, F.KIND)
             turn, acc = process_dq_blocks(
                 memory, q, d_out, turn, acc, lse, delta, lse, delta, 0, blocks.num_initial, lo * 0,
-                prefix_hi, lo, 0, prefix_all_hi, scale_log2, False, F.GATED,
+                steps.prefix_end(x.position, call.P, F.PREFIX), lo, 0,
+                steps.prefix_end(x.first, call.P, F.PREFIX), scale_log2, False, F.GATED,
             )  # fmt: skip
         smem = memory.out.index(CONSUMER)
         keep(q, smem, call)
@@ -540,45 +510,6 @@ DKV_LENGTHS = ["start", "T", "N", "blocks", "B"]
 
 
 @gluon.jit
-def window_end(key, reach, stride, KIND: gl.constexpr):
-    """One past the last position whose window, or whose local blocks, hold a key."""
-    end = key + reach + 1
-    if KIND == LOCAL_BLOCKS:
-        end = ((key + reach) // stride + 1) * stride
-    return end
-
-
-@gluon.jit
-def query_tile_range(n0, kv_range, F: gl.constexpr):
-    """First query tile of this program's split, and its end; first tile whose queries see all keys
-    from n0 on (none of them as a local key), and the end of these tiles."""
-    TOKENS: gl.constexpr = ROWS // F.G
-    start, T, N, floor = kv_range.start, kv_range.T, kv_range.N, kv_range.floor
-    reach, stride = kv_range.reach, kv_range.stride
-    last = gl.minimum(n0 + CONSUMERS * KEYS, N) - 1
-    if F.KIND == COMPRESSED:
-        first, full = (n0 + 1) * stride, (last + 1) * stride
-        end, full_end = 0x7FFFFFFF, 0x7FFFFFFF
-    else:
-        first, full = n0, last
-        end = window_end(last, reach, stride, F.KIND)
-        full_end = window_end(n0, reach, stride, F.KIND)
-    first = gl.maximum(first - start, 0) // TOKENS
-    end = gl.cdiv(gl.minimum(gl.maximum(end - start, 0), T), TOKENS)
-    split_tiles = gl.cdiv(gl.maximum(end - first, 0), gl.num_programs(1))
-    begin = first + gl.program_id(1) * split_tiles
-    end = gl.minimum(begin + split_tiles, end)
-    full = gl.maximum(gl.cdiv(gl.maximum(full - start, 0), TOKENS), begin)
-    full_end = gl.minimum(gl.minimum(gl.maximum(full_end - start, 0), T) // TOKENS, end)
-    if F.INNER:
-        local_end = window_end(last, kv_range.inner_reach, kv_range.inner_stride, LOCAL_BLOCKS)
-        full = gl.maximum(full, gl.cdiv(gl.maximum(local_end - start, 0), TOKENS))
-    if n0 < floor:
-        full_end = full
-    return begin, end, full, full_end
-
-
-@gluon.jit
 def produce_dkv(q, d_out, k, v, rows, T, n0, b, h, begin, end, memory, F: gl.constexpr):
     """The producer warp. With INNER it loads lse and delta of both softmaxes."""
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -615,17 +546,17 @@ def produce_dkv(q, d_out, k, v, rows, T, n0, b, h, begin, end, memory, F: gl.con
 def visible_positions(n, kv_range, F: gl.constexpr):
     """First position that sees each key, and the end of these positions; the end of the positions
     that see it as a local key."""
-    start, T, stride = kv_range.start, kv_range.T, kv_range.stride
-    if F.KIND == COMPRESSED:
-        first, end = (n + 1) * stride, n * 0 + (start + T)
-    else:
-        # compared first: another order compiles to other instructions
-        is_before = n < kv_range.floor
-        end = gl.minimum(window_end(n, kv_range.reach, stride, F.KIND), start + T)
-        first, end = n, gl.where(is_before, 0, end)
+    # compared first: another order compiles to other instructions
+    is_before = n < kv_range.floor
+    first, end = steps.seen_by(n, n, kv_range.reach, kv_range.stride, F.KIND)
+    end = gl.minimum(end, kv_range.start + kv_range.T)
+    if F.KIND != COMPRESSED:
+        end = gl.where(is_before, 0, end)
     local_end = end
     if F.INNER:
-        local_end = window_end(n, kv_range.inner_reach, kv_range.inner_stride, LOCAL_BLOCKS)
+        _, local_end = steps.seen_by(
+            n, n, kv_range.inner_reach, kv_range.inner_stride, LOCAL_BLOCKS
+        )
         local_end = gl.where(n < kv_range.inner_floor, 0, local_end)
     return first, end, local_end
 
@@ -654,16 +585,14 @@ def accumulate(
         lo, hi = gl.convert_layout(first, KEY), gl.convert_layout(end, KEY)
         sees = (position[None] >= lo[:, None]) & (position[None] < hi[:, None])
         s = gl.where(sees, s, float("-inf"))
-    p = hopper.probabilities(s, scale_log2, lse[None], delta[None], F.GATED)
-    ds = p * (dp - delta[None])
+    p, ds = steps.softmax_grad(s, scale_log2, dp, lse[None], delta[None], F.GATED)
     if LOCAL:
         lse = rows.index(slot * 4 + 2).slice(first_row, M, 0).load(COLUMN)
         delta = rows.index(slot * 4 + 3).slice(first_row, M, 0).load(COLUMN)
         hi = gl.convert_layout(local_end, KEY)
         s = gl.where(position[None] < hi[:, None], s, float("-inf"))
-        local_p = hopper.probabilities(s, scale_log2, lse[None], delta[None], F.GATED)
-        p += local_p
-        ds += local_p * (dp - delta[None])
+        local_p, local_ds = steps.softmax_grad(s, scale_log2, dp, lse[None], delta[None], F.GATED)
+        p, ds = p + local_p, ds + local_ds
     LEFT: gl.constexpr = left_operand(dk.type.layout)
     dv = warpgroup_mma(gl.convert_layout(p.to(dtype), LEFT), do_tile, dv, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds.to(dtype), LEFT), q_tile, dk, is_async=True)
@@ -675,7 +604,7 @@ def consume_dkv(dk, dv, n0, b, h, tiles, call, memory, CONSUMER: gl.constexpr, F
     """One consumer warpgroup."""
     D: gl.constexpr = F.D
     ACC: gl.constexpr = accumulator(D)
-    begin, end, full_tile, full_end = tiles
+    begin, full_tile, full_end, end = tiles
     N, B = call.N, call.B
     scale_log2 = call.scale * 1.4426950408889634
     dk_acc = gl.zeros([KEYS, D], gl.float32, ACC)
@@ -687,7 +616,7 @@ def consume_dkv(dk, dv, n0, b, h, tiles, call, memory, CONSUMER: gl.constexpr, F
     middle = begin
     mbarrier.wait(memory.kv_bar.index(0), 0)
     if F.INNER:
-        middle = gl.minimum(full_tile, end)
+        middle = full_tile
     for phase in gl.static_range(0 if F.INNER else 1, 2):
         for tile in range(begin if phase == 0 else middle, middle if phase == 0 else end):
             slot = (tile - begin) % F.STAGES
@@ -721,7 +650,12 @@ def nsa_flash_dkv_sm90(
     call = problem(start, T, N, 0, kv_range, scale, 0, B, F)
     n0 = gl.program_id(0) % blocks * (CONSUMERS * KEYS)
     b, h = gl.program_id(0) // blocks // F.K, gl.program_id(0) // blocks % F.K
-    tiles = query_tile_range(n0, call, F)
+    last = gl.minimum(n0 + CONSUMERS * KEYS, N) - 1
+    seen = steps.seen_by(n0, last, call.reach, call.stride, F.KIND)
+    seen += steps.seen_by(last, n0, call.reach, call.stride, F.KIND)
+    tiles = steps.query_tiles(
+        n0, last, seen, start, T, call, gl.program_id(1), gl.num_programs(1), ROWS // F.G, F.INNER
+    )
     k_smem, v_smem = hopper.buffers(k, CONSUMERS), hopper.buffers(v, CONSUMERS)
     q_smem, do_smem = hopper.buffers(q, F.STAGES), hopper.buffers(d_out, F.STAGES)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -735,7 +669,7 @@ def nsa_flash_dkv_sm90(
         [
             (consume_dkv, (dk, dv, n0, b, h, tiles, call, memory, 0, F)),
             (consume_dkv, (dk, dv, n0, b, h, tiles, call, memory, 1, F)),
-            (produce_dkv, (q, d_out, k, v, rows, T, n0, b, h, tiles[0], tiles[1], memory, F)),
+            (produce_dkv, (q, d_out, k, v, rows, T, n0, b, h, tiles[0], tiles[3], memory, F)),
         ],
         [4, 1],
         [F.REGISTERS, 24],
@@ -794,8 +728,8 @@ def plan(kernel: str, call: Any, gated: bool, add: bool) -> Plan:
         options["maxnreg"], registers = AVERAGE_REGISTERS, FEWER_REGISTERS
     settings = Settings(
         K, call.groups, call.q.shape[-1], STAGES[kernel], kv_range.kind, kv_range.stride,
-        inner is not None, 1 if inner is None else inner.stride, call.prefix is not None, gated,
-        add, registers,
+        inner is not None, 1 if inner is None else inner.stride, call.prefix_kind, gated, add,
+        registers,
     )  # fmt: skip
     if kernel == "dkv":
         blocks, most = cdiv(N, 2 * KEYS.value), kv_range.reach + 2 * KEYS.value

@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common import gluon_sm90 as hopper
 from ..common import launch
+from ..common import primitives as steps
 from ..common.precompile import launcher
 from .inputs import Gradients, Inputs
 from .key_major import CSR, Chunk
@@ -243,10 +244,9 @@ def consume(
         real = (i + row // F.PAIR_ROWS < end) & (row % F.GROUP < F.G)
         lse_row = gl.where(real, lse_row, float("inf"))
         s, dp = warpgroup_mma_wait(0, deps=[s, dp])
-        p = hopper.probabilities(
-            s, scale * 1.4426950408889634, lse_row[None], delta_row[None], F.GATED
+        p, ds = steps.softmax_grad(
+            s, scale * 1.4426950408889634, dp, lse_row[None], delta_row[None], F.GATED
         )
-        ds = p * (dp - delta_row[None])
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), LEFT), do_tile, dv, is_async=True)
         left = gl.convert_layout(ds.to(dtype), LEFT)
         dk = warpgroup_mma(left, q_tile, dk, is_async=True)
