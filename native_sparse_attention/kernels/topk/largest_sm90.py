@@ -169,15 +169,6 @@ def nsa_topk_unions(groups, kept, starts, first_token, T, GROUPS, TILES, RANKS, 
 
 
 @gluon.jit
-def last_block(position, C, F: gl.constexpr):
-    """One past the last block that a query may rank: `primitives.candidates_end`."""
-    end = position * 0 + C
-    if F.CAUSAL:
-        end = gl.minimum(end, position // F.s - (F.LOCAL - 1))
-    return end
-
-
-@gluon.jit
 def work_tile(nth, call, F: gl.constexpr):
     """The nth tile, the last and longest of all lines first: its number, its line, the position of
     the call's first token, and the groups of blocks that its leaders rank. Every other turn of the
@@ -193,8 +184,8 @@ def work_tile(nth, call, F: gl.constexpr):
     position = (first // F.STRIDE + (tile + 1) * (CONSUMERS * ROWS // F.HEADS) - 1) * F.STRIDE
     # leaders are tokens of the call
     position = gl.minimum(position, first + call.T - 1)
-    end = gl.maximum(last_block(position, call.C, F), 0)
-    begin, end = F.INITIAL // BLOCKS, gl.cdiv(end, BLOCKS)
+    end = steps.candidates_end(position, call.C, F.LOCAL, F.d, F.s, F.CAUSAL)
+    begin, end = F.INITIAL // BLOCKS, gl.cdiv(gl.maximum(end, 0), BLOCKS)
     if F.KEPT:
         begin, end = 0, gl.load(call.kept.count + line * call.TILES + tile)
     return tile, line, first, begin, end
@@ -223,8 +214,7 @@ def produce(queries, keys, call, memory, F: gl.constexpr):
         for i in gl.static_range(F.LAYERS * CONSUMERS):
             row = ((line * call.TILES + tile) * F.LAYERS * CONSUMERS + i) * ROWS
             hopper.load_box(queries, [row, 0], q_bar, memory.q.index(i))
-        kv_line = line // call.RANKS * (call.RANKS // F.RANKS_PER_KV)
-        kv_line += line % call.RANKS // F.RANKS_PER_KV
+        kv_line = line // F.RANKS_PER_KV
         group = group_at(begin, end, tile, line, call, F)
         for i in range(begin, end):
             next_group = group_at(i + 1, end, tile, line, call, F)
@@ -308,10 +298,8 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
         tile, line, first, begin, end = work_tile(nth, call, F)
         index = (tile * CONSUMERS + CONSUMER) * ROWS + i
         position = (first // F.STRIDE + index // F.HEADS) * F.STRIDE
-        row_end = last_block(position, call.C, F)
-        kv_line = line // call.RANKS * (call.RANKS // F.RANKS_PER_KV)
-        kv_line += line % call.RANKS // F.RANKS_PER_KV
-        size_row = sizes + kv_line.to(gl.int64) * (call.GROUPS * BLOCKS)
+        row_end = steps.candidates_end(position, call.C, F.LOCAL, F.d, F.s, F.CAUSAL)
+        size_row = sizes + (line // F.RANKS_PER_KV).to(gl.int64) * (call.GROUPS * BLOCKS)
         group = group_at(begin, end, tile, line, call, F)
         size = gl.load(size_row + group * BLOCKS + column, mask=column < (end - begin) * BLOCKS,
                        other=0.0)  # fmt: skip
