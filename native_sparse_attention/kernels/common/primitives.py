@@ -251,6 +251,25 @@ def soft_capped(x, cap):
 
 
 @triton.jit
+def logits(x, y, scale_log2, cap, F: tl.constexpr):
+    """Logits x y^T [M, N] of queries and keys; unless PLAIN scaled, and capped with CAP. Products
+    that are PLAIN are left to be scaled with their exponentials, by `logits_scale`."""
+    # in float32 errors of "tf32x3" are up to four times as large
+    s = tl.dot(x, tl.trans(y), input_precision="ieee")
+    if not F.PLAIN:
+        s *= scale_log2
+    if F.CAP:
+        s = soft_capped(s, cap)
+    return s
+
+
+@triton.jit
+def logits_scale(scale_log2, F: tl.constexpr):
+    """What `logits` are to be multiplied by."""
+    return scale_log2 if F.PLAIN else 1.0
+
+
+@triton.jit
 def cap_slope(capped, cap):
     """The derivative of `soft_capped` where its value is `capped`."""
     y = capped / cap

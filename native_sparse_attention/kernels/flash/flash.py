@@ -38,7 +38,7 @@ Outputs = namedtuple("Outputs", "out lse inner_out inner_lse", defaults=(None, N
 Settings = namedtuple(
     "Settings",
     "G D E BLOCK_D BLOCK_E BLOCK_M BLOCK_N KIND INNER PREFIX RAGGED DOCUMENTS CAP SINKS TMA "
-    "POSITIVE GATED ADD WIDE FLIPPED",
+    "PLAIN GATED ADD WIDE FLIPPED",
 )
 
 
@@ -73,18 +73,6 @@ def query_tile(starts, documents, start, T, N, K, kv_range, F: tl.constexpr):
     return b, h, start + first, start + last, start + token, token, h * F.G + g, real, ranges
 
 
-@triton.jit
-def logits(x, y, scale_log2, cap, F: tl.constexpr):
-    """Logits x y^T [M, N] of queries and keys, scaled with CAP or without POSITIVE only."""
-    # in float32 errors of "tf32x3" are up to four times as large
-    s = tl.dot(x, tl.trans(y), input_precision="ieee")
-    if F.CAP:
-        s = steps.soft_capped(s * scale_log2, cap)
-    elif not F.POSITIVE:
-        s *= scale_log2
-    return s
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def nsa_flash_fwd(
     q, k, v, pk, pv, outputs, sinks, inner_sinks, starts, documents, start, T, N, P, K, kv_range,
@@ -106,8 +94,7 @@ def nsa_flash_fwd(
     if F.SINKS:
         m, l = steps.load_sinks(sinks, head), l + 1.0
 
-    # applies to products that `logits` leaves unscaled
-    unit_scale = 1.0 if F.CAP or not F.POSITIVE else scale_log2
+    unit_scale = steps.logits_scale(scale_log2, F)
 
     # key tiles that some row sees; all rows see keys all_lo .. all_hi - 1
     begin = lo_first // F.BLOCK_N * F.BLOCK_N
@@ -140,7 +127,7 @@ def nsa_flash_fwd(
         # [N, D], [N, E]
         k_tile = steps.load_keys(k, b, h, n, n0, n < N, F.D, F.BLOCK_D, F.TMA)
         v_tile = steps.load_keys(v, b, h, n, n0, n < N, F.E, F.BLOCK_E, F.TMA)
-        s = logits(q_tile, k_tile, scale_log2, cap, F)
+        s = steps.logits(q_tile, k_tile, scale_log2, cap, F)
         if F.INNER:
             if j == local_step:
                 steps.rare(lse, n0)
@@ -179,7 +166,7 @@ def nsa_flash_fwd(
             n = n0 + tl.arange(0, F.BLOCK_N)
             k_tile = steps.load_keys(pk, b, h, n, n0, n < P, F.D, F.BLOCK_D, False)
             v_tile = steps.load_keys(pv, b, h, n, n0, n < P, F.E, F.BLOCK_E, False)
-            s = logits(q_tile, k_tile, scale_log2, cap, F)
+            s = steps.logits(q_tile, k_tile, scale_log2, cap, F)
             s = tl.where(n[None] < hi[:, None], s, float("-inf"))
             acc, m, l = steps.scaled_step(s, unit_scale, 0.0, v_tile, acc, m, l, "ieee")
     steps.store_softmax(out, lse, row, acc, m, l, F.E, F.BLOCK_E, real)
@@ -206,9 +193,8 @@ def nsa_flash_dq(
         inner_lse_row = tl.load(rows.inner_lse + row, mask=real, other=0.0)
         inner_delta_row = tl.load(rows.inner_delta + row, mask=real, other=0.0)
     acc = tl.full([F.BLOCK_M, F.BLOCK_D], 0.0, tl.float32)
-    # applies to products that `logits` leaves unscaled
     scale_log2 = scale * 1.4426950408889634
-    unit_scale = 1.0 if F.CAP or not F.POSITIVE else scale_log2
+    unit_scale = steps.logits_scale(scale_log2, F)
 
     begin = lo_first // F.BLOCK_N * F.BLOCK_N
     tiles_seen = tl.maximum(tl.cdiv(hi_last - begin, F.BLOCK_N), 0)
@@ -228,7 +214,7 @@ def nsa_flash_dq(
         n = n0 + tl.arange(0, F.BLOCK_N)
         k_tile = steps.load_keys(k, b, h, n, n0, n < N, F.D, F.BLOCK_D, F.TMA)
         v_tile = steps.load_keys(v, b, h, n, n0, n < N, F.E, F.BLOCK_E, F.TMA)
-        s = logits(q_tile, k_tile, scale_log2, cap, F)
+        s = steps.logits(q_tile, k_tile, scale_log2, cap, F)
         if F.CAP:
             slope = steps.cap_slope(s, cap)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
@@ -260,7 +246,7 @@ def nsa_flash_dq(
             n = n0 + tl.arange(0, F.BLOCK_N)
             k_tile = steps.load_keys(pk, b, h, n, n0, n < P, F.D, F.BLOCK_D, False)
             v_tile = steps.load_keys(pv, b, h, n, n0, n < P, F.E, F.BLOCK_E, False)
-            s = logits(q_tile, k_tile, scale_log2, cap, F)
+            s = steps.logits(q_tile, k_tile, scale_log2, cap, F)
             if F.CAP:
                 slope = steps.cap_slope(s, cap)
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
@@ -297,9 +283,8 @@ def nsa_flash_dkv(
     v_tile = steps.load_rows(v.ptr, v_rows, F.E, F.BLOCK_E, is_key)
     dk_acc = tl.full([F.BLOCK_N, F.BLOCK_D], 0.0, tl.float32)
     dv_acc = tl.full([F.BLOCK_N, F.BLOCK_E], 0.0, tl.float32)
-    # applies to products that `logits` leaves unscaled
     scale_log2 = scale * 1.4426950408889634
-    unit_scale = 1.0 if F.CAP or not F.POSITIVE else scale_log2
+    unit_scale = steps.logits_scale(scale_log2, F)
 
     reach, stride, unit = kv_range.reach, kv_range.stride, kv_range.unit
     # positions that see some of the keys: first .. end - 1; all keys: full .. full_end - 1
@@ -333,7 +318,7 @@ def nsa_flash_dkv(
             delta_row = tl.load(rows.delta + row, mask=real, other=0.0)
 
             # [N, M]: p and ds are the left operands of the next products
-            s = logits(k_tile, q_tile, scale_log2, cap, F)
+            s = steps.logits(k_tile, q_tile, scale_log2, cap, F)
             if F.CAP:
                 slope = steps.cap_slope(s, cap)
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
@@ -438,7 +423,8 @@ def plan(
     settings = Settings(
         groups, D, E, launch.padded(D), launch.padded(E), tile.block_m, tile.block_n, kv_range.kind,
         call.inner is not None, call.prefix_kind, kv_range.starts, kv_range.documents,
-        kv_range.soft_cap, sinks, tma, call.scale > 0, gated, add, wide, flipped,
+        kv_range.soft_cap, sinks, tma, call.scale > 0 and not kv_range.soft_cap, gated, add, wide,
+        flipped,
     )  # fmt: skip
     options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
     return Plan(grid, dict(F=settings, kv_range=call.numbers(), **lengths, **options))

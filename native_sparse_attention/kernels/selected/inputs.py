@@ -34,8 +34,9 @@ Combine = namedtuple(
 )
 # what a kernel is compiled for, `F`. The call: KV heads, head groups of G query heads each, slots
 # and their power of two, keys of a block. DIAGONAL: a query sees its own block up to itself. ENDS:
-# documents end before the last key. GATES are those of slots. POSITIVE is the scale
-CALL = "K R G n SLOTS s stride D E BLOCK_D BLOCK_E RAGGED DIAGONAL ENDS CAP GATES POSITIVE "
+# documents end before the last key. GATES are those of slots. PLAIN logits have none, no cap and
+# a positive scale
+CALL = "K R G n SLOTS s stride D E BLOCK_D BLOCK_E RAGGED DIAGONAL ENDS CAP GATES PLAIN "
 # what plans choose, each for its kernels
 CHOICES = (
     "BLOCK_M BLOCK_N WHOLE ADD COMBINE GATED DQ HEADS KEY_TILES WIDE BLOCK_S TOKENS MEMBERS UNION "
@@ -83,7 +84,8 @@ class Inputs:
         F = Settings(  # type: ignore[call-arg]
             K, R, H // R, n, launch.next_power_of_2(n), s, stride, D, E, launch.padded(D),
             launch.padded(E), selection.starts is not None, diagonal, ends,
-            selection.soft_cap is not None, selection.gates is not None, self.scale > 0,
+            selection.soft_cap is not None, selection.gates is not None,
+            self.scale > 0 and selection.soft_cap is None and selection.gates is None,
         )  # fmt: skip
         return Facts(
             F, B, T, S, launch.cdiv(S, s), selection.aligned, H // R * stride,
@@ -99,8 +101,7 @@ class Inputs:
         if launch.override.get(kernel) is False or launch.requested_sizes(portable):
             return False
         sizes = facts.dtype.itemsize == 2 and F.D == F.E in (64, 128) and F.s == 64 and facts.whole
-        plain = F.POSITIVE and not F.CAP and not F.GATES
-        return sizes and plain and facts.tma and launch.supports_tma(launch.layout(self.q))
+        return sizes and F.PLAIN and facts.tma and launch.supports_tma(launch.layout(self.q))
 
     def index(self, blocks: Tensor | None = None, counts: Tensor | None = None) -> Index:
         selection, documents = self.selection, self.selection.documents

@@ -381,12 +381,8 @@ def nsa_selected_fwd_key_major(
             next_pairs, e, _bt, position, ends, head, real, q_tile = load_tile(
                 q, index, csr, next_pairs, b, i, end, start, T, F
             )
-            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-            unit_scale = scale_log2
-            if F.CAP or not F.POSITIVE:
-                logits, unit_scale = logits * scale_log2, 1.0
-            if F.CAP:
-                logits = steps.soft_capped(logits, cap)
+            logits = steps.logits(q_tile, k_tile, scale_log2, cap, F)
+            unit_scale = steps.logits_scale(scale_log2, F)
             if not F.WHOLE:
                 visible = visible_keys(valid[None], key[None], position[:, None], ends[:, None], F)
                 logits = tl.where(visible, logits, float("-inf"))

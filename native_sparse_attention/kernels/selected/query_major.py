@@ -298,14 +298,10 @@ def nsa_selected_fwd_query_major(
             m = tl.full([F.BLOCK_M], float("-inf"), tl.float32)
             l = tl.full([F.BLOCK_M], 0.0, tl.float32)
 
+        unit_scale = steps.logits_scale(scale_log2, F)
         for j0 in range(0, length * F.BLOCK_S, F.BLOCK_N):
             k_tile, v_tile, key, valid, packed = tile_keys(k, v, b, h, blocks, j0, length, S, F)
-            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-            unit_scale = scale_log2
-            if F.CAP or F.GATES or not F.POSITIVE:
-                logits, unit_scale = logits * scale_log2, 1.0
-            if F.CAP:
-                logits = steps.soft_capped(logits, cap)
+            logits = steps.logits(q_tile, k_tile, scale_log2, cap, F)
             if F.GATES:
                 logits *= slot_gates(index.gates, b * T + token, r, j0, real, F)
             logits, bias = mask_logits(logits, packed, key, valid, start + token, ends, F)
