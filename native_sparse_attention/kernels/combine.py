@@ -2,7 +2,6 @@
 backward subtracts from dp."""
 
 from collections import namedtuple
-from typing import Any
 
 import torch
 import triton
@@ -12,7 +11,7 @@ from torch import Tensor
 from .common import launch
 from .common.launch import BackwardInputs, cdiv
 from .common.precompile import launcher
-from .common.primitives import Gates, finite_log2, load_rows, store_combined
+from .common.primitives import Combine, Gates, finite_log2, load_rows, store_combined
 
 # rows of a program: forward, and backward, which reads more per row
 BLOCK_ROWS, BACKWARD_ROWS = 32, 16
@@ -21,13 +20,12 @@ Settings = namedtuple("Settings", "E BLOCK_E BLOCK_M")
 
 
 @triton.jit(do_not_specialize=["ROWS", "T"])
-def nsa_combine_fwd(outs, gates, out, ROWS, H, T, F: tl.constexpr):
+def nsa_combine_fwd(sel, combine, ROWS, H, T, F: tl.constexpr):
     """One program: M rows of `out = g_cmp cmp + g_sel sel + g_win win`."""
     row = tl.program_id(0).to(tl.int64) * F.BLOCK_M + tl.arange(0, F.BLOCK_M)
-    real = row < ROWS
-    gate = gates.ptr + row // H // T * gates.b + row // H % T * gates.t + row % H * gates.h
-    sel = load_rows(outs[1], row * F.E, F.E, F.BLOCK_E, real).to(tl.float32)
-    store_combined(out, sel, outs[0], outs[2], gate, row, gates.branch, F.E, F.BLOCK_E, real)
+    real, b, token = row < ROWS, row // H // T, row // H % T
+    sel_rows = load_rows(sel, row * F.E, F.E, F.BLOCK_E, real).to(tl.float32)
+    store_combined(combine, sel_rows, b, token, row % H, row, F.E, F.BLOCK_E, real)
 
 
 @triton.jit(do_not_specialize=["ROWS", "T"])
@@ -73,18 +71,12 @@ def nsa_bwd_preprocess(out, d_out, lse, d_lse, log, delta, ROWS, F: tl.constexpr
     tl.store(log + row, finite_log2(tl.load(lse + row, mask=real, other=0.0)), mask=real)
 
 
-def arguments(outs: list[Tensor], gates: Tensor, block: int) -> dict[str, Any]:
-    B, T, H, E = outs[0].shape
-    return dict(
-        outs=tuple(outs), gates=Gates(gates, *gates.stride()), ROWS=B * T * H, H=H, T=T,
-        F=Settings(E, launch.padded(E), block),
-    )  # fmt: skip
-
-
-def forward(outs: list[Tensor], gates: Tensor, out: Tensor) -> None:
-    """Write `sum_b gate_b out_b` of contiguous outs [B T H E] and gates [B T H 3] to out."""
-    args = arguments(outs, gates, BLOCK_ROWS)
-    launcher(nsa_combine_fwd, (cdiv(args["ROWS"], BLOCK_ROWS),))(out=out, **args)
+def forward(sel: Tensor, combine: Combine) -> None:
+    """Write the layer's output of the selected branch's, sel [B T H E]."""
+    B, T, H, E = sel.shape
+    launcher(nsa_combine_fwd, (cdiv(B * T * H, BLOCK_ROWS),))(
+        sel, combine, B * T * H, H, T, Settings(E, launch.padded(E), BLOCK_ROWS)
+    )
 
 
 def backward(
@@ -93,10 +85,11 @@ def backward(
     """d_gates [B T H 3], and the gated `BackwardInputs` lse and delta of each branch [3 B T H]."""
     d_gates = gates.new_empty(gates.shape)
     delta, gated = (gates.new_empty(3, *gates.shape[:3], dtype=torch.float32) for _ in range(2))
-    args = arguments(outs, gates, BACKWARD_ROWS)
-    launcher(nsa_combine_bwd, (cdiv(args["ROWS"], BACKWARD_ROWS),))(
-        lses=tuple(lses), d_out=d_out, d_gates=d_gates, delta=delta, gated=gated, **args
-    )
+    B, T, H, E = d_out.shape
+    launcher(nsa_combine_bwd, (cdiv(B * T * H, BACKWARD_ROWS),))(
+        tuple(outs), tuple(lses), Gates(gates, *gates.stride()), d_out, d_gates, delta, gated,
+        B * T * H, H, T, Settings(E, launch.padded(E), BACKWARD_ROWS),
+    )  # fmt: skip
     return d_gates, gated, delta
 
 

@@ -21,6 +21,11 @@ NO_PREFIX, OPEN_PREFIX, CAUSAL_PREFIX = (tl.constexpr(i) for i in range(3))
 Strided = namedtuple("Strided", "ptr b n h")
 # gates [B T H 3] and their strides
 Gates = namedtuple("Gates", "ptr b t h branch")
+# for a kernel that also writes the layer's output, `out`, as it can if one program owns a row: the
+# other branches' outputs [B T H E], contiguous as `out`, and gates [B T H 3] with their strides
+Combine = namedtuple(
+    "Combine", "cmp win gates out b t h branch", defaults=(None, None, None, None, 0, 0, 0, 0)
+)
 
 
 @triton.jit
@@ -344,16 +349,17 @@ def store_softmax(out, lse, row, acc, m, l, E: tl.constexpr, BLOCK_E: tl.constex
 
 @triton.jit
 def store_combined(
-    layer_out, sel, cmp, win, gate, row, g_3, E: tl.constexpr, BLOCK_E: tl.constexpr, real
+    combine, sel, b, token, head, row, E: tl.constexpr, BLOCK_E: tl.constexpr, real
 ):  # fmt: skip
-    """Write rows of `g_cmp cmp + g_sel sel + g_win win`; a row's gates are at `gate`."""
-    g = tl.load(gate + g_3, mask=real, other=0.0).to(tl.float32)
+    """Write rows of `g_cmp cmp + g_sel sel + g_win win` to the layer's output."""
+    gate = combine.gates + b * combine.b + token.to(tl.int64) * combine.t + head * combine.h
+    g = tl.load(gate + combine.branch, mask=real, other=0.0).to(tl.float32)
     acc = g[:, None] * sel
     g = tl.load(gate, mask=real, other=0.0).to(tl.float32)
-    acc += g[:, None] * load_rows(cmp, row * E, E, BLOCK_E, real).to(tl.float32)
-    g = tl.load(gate + 2 * g_3, mask=real, other=0.0).to(tl.float32)
-    acc += g[:, None] * load_rows(win, row * E, E, BLOCK_E, real).to(tl.float32)
-    store_rows(layer_out, row * E, acc, E, BLOCK_E, real)
+    acc += g[:, None] * load_rows(combine.cmp, row * E, E, BLOCK_E, real).to(tl.float32)
+    g = tl.load(gate + 2 * combine.branch, mask=real, other=0.0).to(tl.float32)
+    acc += g[:, None] * load_rows(combine.win, row * E, E, BLOCK_E, real).to(tl.float32)
+    store_rows(combine.out, row * E, acc, E, BLOCK_E, real)
 
 
 @triton.jit

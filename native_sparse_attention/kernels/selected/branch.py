@@ -17,10 +17,11 @@ from ..common import launch
 from ..common import primitives as steps
 from ..common.launch import Accumulator, BackwardInputs
 from ..common.precompile import launcher
+from ..common.primitives import Combine as Combine
 from ..common.reduce import reduce_partials
 from ..flash import flash
 from . import key_major, query_major
-from .inputs import Combine, Inputs
+from .inputs import Inputs
 
 
 def append_initial_blocks(selection: launch.Selection) -> launch.Selection:
@@ -173,7 +174,7 @@ def forward(
     flags = dict(ADD=is_begun, COMBINE=combined is not None)
     if not has_topn:
         if combined is not None:
-            combine.forward([combined.cmp, out, combined.win], combined.gates, combined.out)
+            combine.forward(out, combined)
     elif plan.csr is not None:
         key_major.forward(inputs, plan.csr, plan.gluon, outputs, flags)
     elif plan.gluon is not None:

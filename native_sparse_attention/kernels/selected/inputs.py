@@ -27,11 +27,6 @@ Index = namedtuple("Index", "blocks counts gates starts doc_last")
 Backward = namedtuple("Backward", "d_out lse delta")
 # dk and dv, and their partials
 Gradients = namedtuple("Gradients", "dk dv partial_dk partial_dv")
-# for a kernel that also writes the layer's output, `out`, as it can if one program owns a row: the
-# other branches' outputs [B T H E], contiguous as `out`, and gates [B T H 3] with their strides
-Combine = namedtuple(
-    "Combine", "cmp win gates out b t h branch", defaults=(None, None, None, None, 0, 0, 0, 0)
-)
 # what a kernel is compiled for, `F`. The call: KV heads, head groups of G query heads each, slots
 # and their power of two, keys of a block. DIAGONAL: a query sees its own block up to itself. ENDS:
 # documents end before the last key. GATES are those of slots. PLAIN logits have none, no cap and

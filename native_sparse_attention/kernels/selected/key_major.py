@@ -509,12 +509,7 @@ def nsa_selected_reduce_out(
     l = tl.where(empty, 1.0, l)
     acc = acc / l[:, None]
     if F.COMBINE:
-        token = first + i // H
-        gate = combine.gates + b * combine.b + token.to(tl.int64) * combine.t + i % H * combine.h
-        steps.store_combined(
-            combine.out, acc, combine.cmp, combine.win, gate, row, combine.branch, F.E, F.BLOCK_E,
-            real,
-        )  # fmt: skip
+        steps.store_combined(combine, acc, b, first + i // H, i % H, row, F.E, F.BLOCK_E, real)
     steps.store_rows(out, row * F.E, acc, F.E, F.BLOCK_E, real)
     log = tl.where(empty, float("-inf"), (m + tl.log2(l)) * 0.6931471805599453)
     tl.store(lse + row, log, mask=real)

@@ -309,11 +309,7 @@ def nsa_selected_fwd_query_major(
 
         acc = steps.store_softmax(out, lse, row, acc, m, l, F.E, F.BLOCK_E, real)
         if F.COMBINE:
-            gate = combine.gates + b * combine.b + token.to(tl.int64) * combine.t + head * combine.h
-            steps.store_combined(
-                combine.out, acc, combine.cmp, combine.win, gate, row, combine.branch, F.E,
-                F.BLOCK_E, real,
-            )  # fmt: skip
+            steps.store_combined(combine, acc, b, token, head, row, F.E, F.BLOCK_E, real)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
