@@ -45,13 +45,11 @@ def cache_offsets(n, b, stride_page, stride_slot, cache, PAGE_SIZE: tl.constexpr
 
 
 @triton.jit(debug=True, do_not_specialize=["B", "T", "max_length"])
-def nsa_kv_cache_starts(
-    lengths, counts, starts, B, T, max_length, HAS_COUNTS: tl.constexpr, BLOCK_B: tl.constexpr
-):  # fmt: skip
+def nsa_kv_cache_starts(lengths, counts, starts, B, T, max_length, BLOCK_B: tl.constexpr):
     """One program: sequences. Writes their lengths in 64 bits and asserts that new tokens fit."""
     b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     length, count = tl.load(lengths + b, mask=b < B, other=0), T
-    if HAS_COUNTS:
+    if counts is not None:
         count = tl.load(counts + b, mask=b < B, other=0)
     fits = (count >= 0) & (count <= T) & (length + count <= max_length)
     tl.device_assert(fits, "cache is full, or lengths are not between 0 and n", mask=b < B)
@@ -62,8 +60,7 @@ def nsa_kv_cache_starts(
 def nsa_kv_cache_append(
     k, v, k_cache, v_cache, cache, T, K,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
-    EVERY: tl.constexpr, TAIL_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HAS_COUNTS: tl.constexpr, FLIPPED: tl.constexpr,
+    EVERY: tl.constexpr, TAIL_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, FLIPPED: tl.constexpr,
 ):  # fmt: skip
     """One program: the i-th new entry of one sequence and KV head, from `k` and `v` [B K n D] to
     its slots in two streams, or in their tails (TAIL_SIZE > 0). An entry covers EVERY tokens; it is
@@ -71,7 +68,7 @@ def nsa_kv_cache_append(
     i, line, _entries, _lines = grid_position(FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     length, count = tl.load(cache.lengths + b), T
-    if HAS_COUNTS:
+    if cache.counts is not None:
         count = tl.load(cache.counts + b)
     n = length // EVERY + i
     if (n + 1) * EVERY <= length + count:
@@ -121,8 +118,8 @@ def starts(lengths: Tensor, counts: Tensor | None, tokens: int, max_length: int)
     out, B = lengths.new_empty(lengths.shape, dtype=torch.int64), len(lengths)
     if B:
         launcher(nsa_kv_cache_starts, (cdiv(B, 128),))(
-            lengths, lengths if counts is None else counts.contiguous(), out, B, tokens,
-            max_length, HAS_COUNTS=counts is not None, BLOCK_B=128, num_warps=1,
+            lengths, None if counts is None else counts.contiguous(), out, B, tokens, max_length,
+            BLOCK_B=128, num_warps=1,
         )  # fmt: skip
     return out
 
@@ -154,7 +151,7 @@ def append(
                 T=tokens, K=K, D=D, BLOCK_D=padded(D), E=E, BLOCK_E=padded(E), EVERY=every,
                 TAIL_SIZE=k_cache.shape[2] if tail else 0,
                 PAGE_SIZE=0 if page_table is None or page_size is None else page_size // every,
-                HAS_COUNTS=counts is not None, FLIPPED=flipped, num_warps=1,
+                FLIPPED=flipped, num_warps=1,
             )  # fmt: skip
 
 

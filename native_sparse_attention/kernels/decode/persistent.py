@@ -118,7 +118,7 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
             acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
 
     # windows past it may be unwritten
-    count = tl.load(call.cache.counts + b).to(tl.int32) if F.HAS_COUNTS else call.T
+    count = tl.load(call.cache.counts + b).to(tl.int32) if call.cache.counts is not None else call.T
     num_windows = tl.minimum((length + count - 1) // F.d, call.W)
     if F.ONE_SOFTMAX and F.STRIDE > 1:  # scores are read where a token leads its group
         leader = (length + count - 1) // F.STRIDE * F.STRIDE
@@ -173,7 +173,7 @@ def window_probabilities(call, ready, producers, split, b, r, t, F: tl.constexpr
     over the heads that share the ranking. Reads their logits and the lse of partial results."""
     GROUP: tl.constexpr = F.G // F.RANKS_PER_KV
     window_end = tl.minimum((tl.load(call.cache.lengths + b).to(tl.int32) + t) // F.d, call.W)
-    if F.HAS_COUNTS:
+    if call.cache.counts is not None:
         window_end = tl.where(t < tl.load(call.cache.counts + b), window_end, 0)
     token = (b * call.T + t) * call.heads.RANKS + r
     g = tl.arange(0, F.PADDED_G // F.RANKS_PER_KV)
@@ -273,7 +273,7 @@ def rank_blocks(scores, call, ready, producers, split, b, r, t, F: tl.constexpr)
     `block_indices` and the ranking tail; a leader before the new tokens has left its own there."""
     MODULO: tl.constexpr = F.TAIL_SIZE if F.TAIL_SIZE > 0 else 1
     length = tl.load(call.cache.lengths + b).to(tl.int32)
-    count = tl.load(call.cache.counts + b).to(tl.int32) if F.HAS_COUNTS else call.T
+    count = tl.load(call.cache.counts + b).to(tl.int32) if call.cache.counts is not None else call.T
     row, position = (b * call.T + t) * call.heads.RANKS + r, length + t
     tail_row = (b * call.heads.RANKS + r) * F.TAIL_SIZE
     leader = position // F.STRIDE * F.STRIDE
@@ -325,9 +325,7 @@ def block_split(call, ready, producers, split, b, r, t, F: tl.constexpr):
     is_window = split < call.WINDOW_SPLITS
     split_blocks = tl.where(is_window, call.WINDOW_SPLIT_BLOCKS, call.SELECTED_SPLIT_BLOCKS)
     first_index = tl.where(is_window, split, split - call.WINDOW_SPLITS) * split_blocks
-    # tokens past `counts` have no keys: use the position of the last real token
-    last = tl.minimum(t, tl.load(call.cache.counts + b) - 1) if F.HAS_COUNTS else t
-    last = (last + tl.load(call.cache.lengths + b)).to(tl.int32)
+    last = step.token_position(call, b, t)
     own_block, window_start = last // F.s, tl.maximum(last - F.w, 0)
     first_window_block, window_block_end = window_start // F.s + first_index, own_block + 1
     first_token = tl.where(is_window, window_start, 0)

@@ -30,19 +30,12 @@ Call = step.tuple_type("Call", step.TENSORS + NUMBERS)
 
 
 @triton.jit
-def token_position(call, b, t, HAS_COUNTS: tl.constexpr):
-    """The position of new token t; of the last real token if t is past `counts`."""
-    token = tl.minimum(t, tl.load(call.cache.counts + b) - 1) if HAS_COUNTS else t
-    return (tl.load(call.cache.lengths + b) + token).to(tl.int32)
-
-
-@triton.jit
 def write_partials(call, scores_ready, program, t, b, h, F: tl.constexpr):
     """Attention of token t and the G query heads of a KV head over one split of the keys: BLOCK_S
     windows, BLOCK_S memory keys, the boundary block of the window, or BLOCKS_PER_PROGRAM KV blocks,
     a partial result each. If blocks are ranked, the program writes the window scores [B T K W],
     summed over the heads, and arrives at `scores_ready`."""
-    position = token_position(call, b, t, F.HAS_COUNTS)
+    position = step.token_position(call, b, t)
     has_scores, block = program < call.CMP_SPLITS, program - call.CMP_SPLITS - call.MEM_SPLITS - 1
     is_cmp, is_boundary = block < -1, block == -1
     is_memory = is_cmp & (program >= call.CMP_SPLITS)
@@ -167,7 +160,7 @@ def reduce_and_combine(
     e = tl.arange(0, F.REDUCE_COLUMNS)
     e += reduce_tile % COLUMN_TILES * F.REDUCE_COLUMNS
     valid, head = i_head < F.G, h * F.G + tl.minimum(i_head, F.G - 1)
-    position = token_position(call, b, t, F.HAS_COUNTS)
+    position = step.token_position(call, b, t)
     row = (b * F.T + t) * (F.K * F.G) + head
     branch_gates = step.load_gates(call, b, t, head, valid, False)
     token_scores = call.work.scores + ((b * F.T + t) * F.K + h) * call.W

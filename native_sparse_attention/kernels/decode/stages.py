@@ -32,7 +32,7 @@ PROGRAM_KEYS, ONE_WARP = 64, 512
 Settings = namedtuple(
     "Settings",
     "G RANKS_PER_KV D BLOCK_D BLOCK_M KEYS UNIT LARGEST BY_HEADS PER_PAGE d s INITIAL LOCAL N "
-    "KEPT GROUP SIZE HAS_COUNTS",
+    "KEPT GROUP SIZE",
 )
 
 
@@ -43,7 +43,7 @@ def candidates_of(cache, line, T, RANKS, F: tl.constexpr):
     r, t, b = line % RANKS, line // RANKS % T, (line // RANKS // T).to(tl.int64)
     position = tl.load(cache.lengths + b).to(tl.int32) + t
     end = candidates_end(position, NO_LIMIT, F.LOCAL, F.d, F.s, True)
-    if F.HAS_COUNTS:
+    if cache.counts is not None:
         is_new = t < tl.load(cache.counts + b)
         position, end = tl.where(is_new, position, -1), tl.where(is_new, end, 0)
     return b, t, r, position, end
@@ -136,7 +136,7 @@ def rank_units(
         H // ranks, ranks // K, D, launch.padded(D), launch.padded(H // ranks), keys_of_program,
         unit, config.ranks_by_largest, config.ranks_by_heads, per_page, d, s,
         config.num_initial_blocks, config.num_local_blocks, n,
-        0 if kept is None else kept.shape[3], GROUP, ring.shape[2], call.counts is not None,
+        0 if kept is None else kept.shape[3], GROUP, ring.shape[2],
     )  # fmt: skip
     lines, cache = B * T * ranks, cache_arguments(call.lengths, call.counts, call.page_table)
     scores = call.q.new_empty(lines, units, dtype=torch.float32)

@@ -33,7 +33,7 @@ NO_LIMIT = tl.constexpr(1 << 30)
 COUNTERS = tl.constexpr(8)
 
 # argument groups of both kernels. Sequence lengths [B] before the new tokens, `counts` [B] of real
-# new tokens, and the page table with the stride of its rows
+# new tokens, None where all are, and the page table, if any, with the stride of its rows
 Cache = namedtuple("Cache", "lengths counts page_table t_b")
 # what the programs of a launch exchange: `scores` of windows [B T heads W], `importances`
 # (probabilities) [B T ranks W], `block_indices` [B T ranks n] and a `ranking_tail` of earlier ones,
@@ -69,6 +69,14 @@ def wait(counter, programs):
     """Wait until the output of `programs` programs that arrive at the counter is visible."""
     while tl.atomic_add(counter, 0, sem="acquire") < programs:
         pass
+
+
+@triton.jit
+def token_position(call, b, t):
+    """The position of new token t; of the last real token if t is past `counts`."""
+    if call.cache.counts is not None:
+        t = tl.minimum(t, tl.load(call.cache.counts + b) - 1)
+    return (tl.load(call.cache.lengths + b) + t).to(tl.int32)
 
 
 @triton.jit
@@ -209,7 +217,7 @@ def reduce_partials(
         started_before = tl.atomic_add(reduce_started, 1, sem="relaxed")
     weight = partial_weights(lse, in_branch, gates, call.sinks, head, H, F.SINKS)[:, :, None]
     acc = tl.sum(tl.where(weight != 0.0, values * weight, 0.0), 1)
-    if F.HAS_COUNTS:
+    if call.cache.counts is not None:
         acc = tl.where(t < tl.load(call.cache.counts + b), acc, 0.0)
     out_mask = valid & (e < F.E)[None] & (phase == 1)
     out_ptr = call.out + row * F.E + e[None]
@@ -223,8 +231,8 @@ def reduce_partials(
 # indices of the caller, and `returns_indices` whether a step writes its own
 Shape = namedtuple(
     "Shape",
-    "B T H K D E tokens windows memory page_size tail_size dtype has_counts has_sinks has_window "
-    "one_softmax is_wide cmp_heads I index_shape returns_indices",
+    "B T H K D E tokens windows memory page_size tail_size dtype has_sinks has_window one_softmax "
+    "is_wide cmp_heads I index_shape returns_indices",
 )
 
 
@@ -252,8 +260,7 @@ def shape_of(call: Call) -> Shape:
         0 if call.mem_k is None else call.mem_k.shape[1],
         0 if call.page_table is None else call.k.shape[1],
         0 if call.ranking is None else call.ranking.shape[2], call.q.dtype,
-        call.counts is not None, call.sinks is not None, call.window_k is not None,
-        call.branch_gates is None,
+        call.sinks is not None, call.window_k is not None, call.branch_gates is None,
         any(t.shape[1] * pages * t.stride(1) >= 1 << 31 for t in streams),
         cmp_heads, I, None if call.block_indices is None else tuple(call.block_indices.shape),
         call.new_indices is not None,
@@ -282,7 +289,7 @@ def settings_of(shape: Shape, config: AttentionConfig, block_windows: int = 0) -
         LOCAL=local, STRIDE=config.selection_stride, PROBS=n > 0 and config.importance == "probs",
         G=shape.H // shape.K, RANKS_PER_KV=ranks // shape.K, D=shape.D,
         BLOCK_D=launch.padded(shape.D), E=shape.E, BLOCK_E=launch.padded(shape.E),
-        CAP=config.soft_cap is not None, SINKS=shape.has_sinks, HAS_COUNTS=shape.has_counts,
+        CAP=config.soft_cap is not None, SINKS=shape.has_sinks,
         PAGE_SIZE=shape.page_size, WINDOWS_PER_PAGE=shape.page_size // config.d, SPAN=l, PITCH=d,
         RANKED_LOCAL=max(1, local), INTERPOLATED=config.interpolated_importance_score,
     )  # fmt: skip
@@ -294,10 +301,7 @@ def constants(**settings: Any) -> Any:
 
 
 def cache_arguments(lengths: Tensor, counts: Tensor | None, page_table: Tensor | None) -> Cache:
-    counts = lengths if counts is None else counts
-    if page_table is None:
-        return Cache(lengths, counts, lengths, 0)
-    return Cache(lengths, counts, page_table, page_table.stride(0))
+    return Cache(lengths, counts, page_table, 0 if page_table is None else page_table.stride(0))
 
 
 def tensor_arguments(
