@@ -54,10 +54,11 @@ def visible_range(token, start, b, documents, T, N, kv_range, F: tl.constexpr):
 
 
 @triton.jit
-def query_tile(starts, documents, start, T, N, K, kv_range, F: tl.constexpr):
-    """A program's tile of queries, the longest first: sequence and KV head; positions of the
-    tile's first token, of its last, and of each row's [M]; each row's token, head, and whether it
-    exists; and the KV ranges lo .. hi - 1 of the rows and of the first and the last token."""
+def query_tile(q, starts, documents, start, T, N, K, kv_range, F: tl.constexpr):
+    """A program's tile of queries [M, D], the longest first: sequence and KV head; positions of the
+    tile's first token, of its last, and of each row's [M]; each row's head, row of [B T H], and
+    whether it exists; and the KV ranges lo .. hi - 1 of the rows and of the first and the last
+    token."""
     tile, line, tiles, _lines = steps.grid_position(F.FLIPPED)
     tile = tiles - 1 - tile
     b, h = steps.large(line // K, F.WIDE), steps.large(line % K, F.WIDE)
@@ -70,7 +71,11 @@ def query_tile(starts, documents, start, T, N, K, kv_range, F: tl.constexpr):
     lo_first, hi_first = visible_range(first, start, b, documents, T, N, kv_range, F)
     lo_last, hi_last = visible_range(last, start, b, documents, T, N, kv_range, F)
     ranges = lo, hi, lo_first, hi_first, lo_last, hi_last
-    return b, h, start + first, start + last, start + token, token, h * F.G + g, real, ranges
+    head = h * F.G + g
+    row = (b * T + token) * (K * F.G) + head
+    q_rows = b * q.b + steps.large(token, F.WIDE) * q.n + head * q.h
+    q_tile = steps.load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
+    return q_tile, b, h, start + first, start + last, start + token, head, row, real, ranges
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -80,17 +85,14 @@ def nsa_flash_fwd(
 ):  # fmt: skip
     """One program owns a tile of queries of one sequence and KV head. It writes out and lse; with
     INNER also those of the local blocks and the initial keys."""
-    b, h, first, last, position, token, head, real, ranges = query_tile(
-        starts, documents, start, T, N, K, kv_range, F
+    q_tile, b, h, first, last, position, head, row, real, ranges = query_tile(
+        q, starts, documents, start, T, N, K, kv_range, F
     )
     lo, hi, lo_first, hi_first, lo_last, hi_last = ranges
     out, lse = outputs.out, outputs.lse
-    q_rows = b * q.b + steps.large(token, F.WIDE) * q.n + head * q.h
-    q_tile = steps.load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
     m = tl.full([F.BLOCK_M], float("-inf"), tl.float32)
     l = tl.full([F.BLOCK_M], 0.0, tl.float32)
     acc = tl.full([F.BLOCK_M, F.BLOCK_E], 0.0, tl.float32)
-    row = (b * T + token) * (K * F.G) + head
     if F.SINKS:
         m, l = steps.load_sinks(sinks, head), l + 1.0
 
@@ -116,37 +118,41 @@ def nsa_flash_fwd(
     if F.INNER:
         outer_m, outer_l, outer_acc = m, l, acc
 
-    for j in range(0, tiles_seen):
-        n0 = begin + j * F.BLOCK_N
-        if F.INNER:
-            if j >= local_step:
-                n0 = local_begin + (j - local_step) * F.BLOCK_N
-            if j >= initial_step:
-                n0 = (j - initial_step) * F.BLOCK_N
-        n = n0 + tl.arange(0, F.BLOCK_N)
-        # [N, D], [N, E]
-        k_tile = steps.load_keys(k, b, h, n, n0, n < N, F.D, F.BLOCK_D, F.TMA)
-        v_tile = steps.load_keys(v, b, h, n, n0, n < N, F.E, F.BLOCK_E, F.TMA)
-        s = steps.logits(q_tile, k_tile, scale_log2, cap, F)
-        if F.INNER:
-            if j == local_step:
+    for part in tl.static_range(2 if F.PREFIX else 1):
+        if part == 1:  # the prefix
+            k, v, N, lo, hi = pk, pv, P, lo * 0, steps.prefix_end(position, P, F.PREFIX)
+            begin, tiles_seen, all_lo, all_hi = 0, tl.cdiv(P, F.BLOCK_N), 0, 0
+        for j in range(0, tiles_seen):
+            n0 = begin + j * F.BLOCK_N
+            if F.INNER:
+                if j >= local_step:
+                    n0 = local_begin + (j - local_step) * F.BLOCK_N
+                if j >= initial_step:
+                    n0 = (j - initial_step) * F.BLOCK_N
+            n = n0 + tl.arange(0, F.BLOCK_N)
+            # [N, D], [N, E]
+            k_tile = steps.load_keys(k, b, h, n, n0, n < N, F.D, F.BLOCK_D, F.TMA and part == 0)
+            v_tile = steps.load_keys(v, b, h, n, n0, n < N, F.E, F.BLOCK_E, F.TMA and part == 0)
+            s = steps.logits(q_tile, k_tile, scale_log2, cap, F)
+            if F.INNER:
+                if j == local_step:
+                    steps.rare(lse, n0)
+                    outer_acc, outer_m, outer_l = acc, m, l
+                    acc, l = tl.zeros_like(acc), tl.zeros_like(l)
+                    m = tl.full([F.BLOCK_M], float("-inf"), tl.float32)
+                    lo, hi = local, end
+                    all_lo, all_hi = local_last, hi_first
+                if j == initial_step:
+                    steps.rare(lse, n0)
+                    outer_acc, outer_m, outer_l = steps.join_softmaxes(
+                        outer_acc, outer_m, outer_l, acc, m, l
+                    )
+                    lo, hi = lo * 0, tl.minimum(position + 1, inner_floor)
+                    all_lo, all_hi = 0, tl.minimum(first + 1, inner_floor)
+            if (n0 < all_lo) | (n0 + F.BLOCK_N > all_hi):
                 steps.rare(lse, n0)
-                outer_acc, outer_m, outer_l = acc, m, l
-                acc, l = tl.zeros_like(acc), tl.zeros_like(l)
-                m = tl.full([F.BLOCK_M], float("-inf"), tl.float32)
-                lo, hi = local, end
-                all_lo, all_hi = local_last, hi_first
-            if j == initial_step:
-                steps.rare(lse, n0)
-                outer_acc, outer_m, outer_l = steps.join_softmaxes(
-                    outer_acc, outer_m, outer_l, acc, m, l
-                )
-                lo, hi = lo * 0, tl.minimum(position + 1, inner_floor)
-                all_lo, all_hi = 0, tl.minimum(first + 1, inner_floor)
-        if (n0 < all_lo) | (n0 + F.BLOCK_N > all_hi):
-            steps.rare(lse, n0)
-            s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
-        acc, m, l = steps.scaled_step(s, unit_scale, 0.0, v_tile, acc, m, l, "ieee")
+                s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
+            acc, m, l = steps.scaled_step(s, unit_scale, 0.0, v_tile, acc, m, l, "ieee")
 
     if F.INNER:
         if tiles_seen == initial_step:
@@ -160,15 +166,6 @@ def nsa_flash_fwd(
                 acc, m, l, nothing, steps.load_sinks(inner_sinks, head), one
             )
         out, lse = outputs.inner_out, outputs.inner_lse
-    elif F.PREFIX:
-        hi = steps.prefix_end(position, P, F.PREFIX)
-        for n0 in range(0, P, F.BLOCK_N):
-            n = n0 + tl.arange(0, F.BLOCK_N)
-            k_tile = steps.load_keys(pk, b, h, n, n0, n < P, F.D, F.BLOCK_D, False)
-            v_tile = steps.load_keys(pv, b, h, n, n0, n < P, F.E, F.BLOCK_E, False)
-            s = steps.logits(q_tile, k_tile, scale_log2, cap, F)
-            s = tl.where(n[None] < hi[:, None], s, float("-inf"))
-            acc, m, l = steps.scaled_step(s, unit_scale, 0.0, v_tile, acc, m, l, "ieee")
     steps.store_softmax(out, lse, row, acc, m, l, F.E, F.BLOCK_E, real)
 
 
@@ -179,13 +176,10 @@ def nsa_flash_dq(
 ):  # fmt: skip
     """One program owns a tile of queries of one sequence and KV head. It writes dq, or with ADD
     adds to dq."""
-    b, h, first, _last, position, token, head, real, ranges = query_tile(
-        starts, documents, start, T, N, K, kv_range, F
+    q_tile, b, h, first, _last, position, _head, row, real, ranges = query_tile(
+        q, starts, documents, start, T, N, K, kv_range, F
     )
     lo, hi, lo_first, hi_first, lo_last, hi_last = ranges
-    row = (b * T + token) * (K * F.G) + head
-    q_rows = b * q.b + steps.large(token, F.WIDE) * q.n + head * q.h
-    q_tile = steps.load_rows(q.ptr, q_rows, F.D, F.BLOCK_D, real)
     do_tile = steps.load_rows(rows.d_out, row * F.E, F.E, F.BLOCK_E, real)
     lse_row = tl.load(rows.lse + row, mask=real, other=0.0)
     delta_row = tl.load(rows.delta + row, mask=real, other=0.0)
@@ -201,59 +195,43 @@ def nsa_flash_dq(
     all_lo, all_hi = lo_last, hi_first
     if F.INNER:
         inner_floor = kv_range.inner_floor
-        local, local_first = (
-            steps.local_start(position, kv_range),
-            steps.local_start(first, kv_range),
-        )
+        local = steps.local_start(position, kv_range)
+        local_first = steps.local_start(first, kv_range)
         initial_step = tiles_seen
         tiles_seen += tl.cdiv(inner_floor, F.BLOCK_N)
-    for j in range(0, tiles_seen):
-        n0 = begin + j * F.BLOCK_N
-        if F.INNER and j >= initial_step:
-            n0 = (j - initial_step) * F.BLOCK_N
-        n = n0 + tl.arange(0, F.BLOCK_N)
-        k_tile = steps.load_keys(k, b, h, n, n0, n < N, F.D, F.BLOCK_D, F.TMA)
-        v_tile = steps.load_keys(v, b, h, n, n0, n < N, F.E, F.BLOCK_E, F.TMA)
-        s = steps.logits(q_tile, k_tile, scale_log2, cap, F)
-        if F.CAP:
-            slope = steps.cap_slope(s, cap)
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
-        if F.INNER and j == initial_step:
-            steps.rare(rows.delta, n0)
-            lse_row, delta_row = inner_lse_row, inner_delta_row
-            lo, hi = lo * 0, tl.minimum(position + 1, inner_floor)
-            all_lo, all_hi = 0, tl.minimum(first + 1, inner_floor)
-        if (n0 < all_lo) | (n0 + F.BLOCK_N > all_hi):
-            steps.rare(rows.delta, n0)
-            s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
-        _p, ds = steps.softmax_grad(
-            s, unit_scale, dp, lse_row[:, None], delta_row[:, None], F.GATED
-        )
-        if F.INNER and (j < initial_step) & (n0 + F.BLOCK_N > local_first):
-            steps.rare(rows.delta, n0)
-            s = tl.where(n[None] >= local[:, None], s, float("-inf"))
-            _p, inner_ds = steps.softmax_grad(
-                s, unit_scale, dp, inner_lse_row[:, None], inner_delta_row[:, None], F.GATED
-            )  # fmt: skip
-            ds += inner_ds
-        if F.CAP:
-            ds *= slope
-        acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision="ieee")
-
-    if F.PREFIX and not F.INNER:
-        hi = steps.prefix_end(position, P, F.PREFIX)
-        for n0 in range(0, P, F.BLOCK_N):
+    for part in tl.static_range(2 if F.PREFIX else 1):
+        if part == 1:  # the prefix
+            k, v, N, lo, hi = pk, pv, P, lo * 0, steps.prefix_end(position, P, F.PREFIX)
+            begin, tiles_seen, all_lo, all_hi = 0, tl.cdiv(P, F.BLOCK_N), 0, 0
+        for j in range(0, tiles_seen):
+            n0 = begin + j * F.BLOCK_N
+            if F.INNER and j >= initial_step:
+                n0 = (j - initial_step) * F.BLOCK_N
             n = n0 + tl.arange(0, F.BLOCK_N)
-            k_tile = steps.load_keys(pk, b, h, n, n0, n < P, F.D, F.BLOCK_D, False)
-            v_tile = steps.load_keys(pv, b, h, n, n0, n < P, F.E, F.BLOCK_E, False)
+            k_tile = steps.load_keys(k, b, h, n, n0, n < N, F.D, F.BLOCK_D, F.TMA and part == 0)
+            v_tile = steps.load_keys(v, b, h, n, n0, n < N, F.E, F.BLOCK_E, F.TMA and part == 0)
             s = steps.logits(q_tile, k_tile, scale_log2, cap, F)
             if F.CAP:
                 slope = steps.cap_slope(s, cap)
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
-            s = tl.where(n[None] < hi[:, None], s, float("-inf"))
+            if F.INNER and j == initial_step:
+                steps.rare(rows.delta, n0)
+                lse_row, delta_row = inner_lse_row, inner_delta_row
+                lo, hi = lo * 0, tl.minimum(position + 1, inner_floor)
+                all_lo, all_hi = 0, tl.minimum(first + 1, inner_floor)
+            if (n0 < all_lo) | (n0 + F.BLOCK_N > all_hi):
+                steps.rare(rows.delta, n0)
+                s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
             _p, ds = steps.softmax_grad(
                 s, unit_scale, dp, lse_row[:, None], delta_row[:, None], F.GATED
             )
+            if F.INNER and (j < initial_step) & (n0 + F.BLOCK_N > local_first):
+                steps.rare(rows.delta, n0)
+                s = tl.where(n[None] >= local[:, None], s, float("-inf"))
+                _p, inner_ds = steps.softmax_grad(
+                    s, unit_scale, dp, inner_lse_row[:, None], inner_delta_row[:, None], F.GATED
+                )  # fmt: skip
+                ds += inner_ds
             if F.CAP:
                 ds *= slope
             acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision="ieee")
