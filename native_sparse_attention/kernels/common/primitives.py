@@ -84,8 +84,8 @@ def document_interval(lo, hi, token, T, firsts, lasts, unit):
 
 @triton.jit
 def seen_by(n, last, reach, stride, KIND: tl.constexpr):
-    """First query position that sees key n, and one past the last that sees key `last`, without
-    regard to the floor."""
+    """First query position that sees key n (may be negative), and one past the last that sees key
+    `last`, without regard to the floor."""
     first = n * 0
     end = last * 0 + 0x7FFFFFFF
     if KIND == CAUSAL_WINDOW:
@@ -96,7 +96,7 @@ def seen_by(n, last, reach, stride, KIND: tl.constexpr):
         first = (n + 1) * stride
     if KIND == LOCAL_BLOCKS:
         first, end = n, ((last + reach) // stride + 1) * stride
-    return tl.maximum(first, 0), end
+    return first, end
 
 
 @triton.jit
