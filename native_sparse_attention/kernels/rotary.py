@@ -23,11 +23,8 @@ TILES = 8
 # frequencies [R]; first positions [B] of rows, or positions [B T] and their strides
 Angles = namedtuple("Angles", "freqs starts positions b t")
 # compile-time settings: a program has TILES x HEADS heads of TOKENS tokens; the first Q_GROUPS of
-# GROUPS programs have heads of q, the next K_GROUPS of k
-Settings = namedtuple(
-    "Settings",
-    "TOKENS HEADS TILES GROUPS Q_GROUPS K_GROUPS D BLOCK_D ROTATED FLIPPED",
-)
+# GROUPS programs have heads of q, the others of k
+Settings = namedtuple("Settings", "TOKENS HEADS TILES GROUPS Q_GROUPS D BLOCK_D ROTATED FLIPPED")
 
 
 @triton.jit
@@ -61,10 +58,10 @@ def rotate_rows(x, out, b, angle, t, group, T, H, F: tl.constexpr):
         store_rows(out, (token * H + h) * F.D, rotated, F.D, F.BLOCK_D, mask)
 
 
-@triton.jit
-def program_angles(angles, start, factor, T, F: tl.constexpr):
-    """This program's group of heads, row and tokens, and the angles [TOKENS, pairs]: a token's
-    position over `factor`, times the frequency of each pair."""
+@triton.jit(do_not_specialize=["start", "T"])
+def nsa_rotary(q, k, q_out, k_out, angles, start, factor, T, H, K, F: tl.constexpr):
+    """One program: TILES x HEADS heads of q, or of k, of TOKENS tokens of a row, rotated to `q_out`
+    or `k_out` by a token's position over `factor`, times the frequency of each pair."""
     tile, b, _tiles, _rows = grid_position(F.FLIPPED)
     group, b = tile % F.GROUPS, b.to(tl.int64)
     t = tile // F.GROUPS * F.TOKENS + tl.arange(0, F.TOKENS)
@@ -77,14 +74,7 @@ def program_angles(angles, start, factor, T, F: tl.constexpr):
         position = start + t
     pair = tl.arange(0, F.BLOCK_D // 2)
     freq = tl.load(angles.freqs + pair, mask=pair < F.ROTATED // 2, other=0.0).to(tl.float32)
-    return group, b, t, tl.div_rn(position.to(tl.float32), factor)[:, None] * freq[None]
-
-
-@triton.jit(do_not_specialize=["start", "T"])
-def nsa_rotary(q, k, q_out, k_out, angles, start, factor, T, H, K, F: tl.constexpr):
-    """One program: TILES x HEADS heads of q, or of k, of TOKENS tokens of a row, rotated to `q_out`
-    or `k_out`."""
-    group, b, t, angle = program_angles(angles, start, factor, T, F)
+    angle = tl.div_rn(position.to(tl.float32), factor)[:, None] * freq[None]  # [TOKENS, pairs]
     if group < F.Q_GROUPS:
         rotate_rows(q, q_out, b, angle, t, group, T, H, F)
     else:
@@ -104,9 +94,7 @@ def plan(
     q_groups, k_groups = (cdiv(n, heads * tiles) for n in (H, K))
     groups = q_groups + k_groups * (tensors - 1)
     grid, flipped = launch.grid(cdiv(T, tokens) * groups, B)
-    return grid, Settings(
-        tokens, heads, tiles, groups, q_groups, k_groups, D, block_d, rotated, flipped
-    )
+    return grid, Settings(tokens, heads, tiles, groups, q_groups, D, block_d, rotated, flipped)
 
 
 def rotate(
