@@ -304,17 +304,17 @@ def tile_rows(tile, T, G: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, v, acc, m, l, PRECISION: tl.constexpr):
+def softmax_step(s, v, acc, m, l):
     """Fold logits s [M, N] and values v [N, E] into the running (acc [M, E], m [M], l [M])."""
     m_new = tl.maximum(m, tl.max(s, 1))
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows without keys so far
     p, alpha = tl.exp2(s - m_safe[:, None]), tl.exp2(m - m_safe)
-    acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
     return acc, m_new, l * alpha + tl.sum(p, 1)
 
 
 @triton.jit
-def scaled_step(s, scale, bias, v, acc, m, l, PRECISION: tl.constexpr):
+def scaled_step(s, scale, bias, v, acc, m, l):
     """`softmax_step` of logits `scale s + bias[:, None]`, for a scale > 0. One FMA per element
     scales s and subtracts the maximum."""
     m_old, m = m, tl.maximum(m, tl.max(s, 1) * scale + bias)
@@ -322,7 +322,7 @@ def scaled_step(s, scale, bias, v, acc, m, l, PRECISION: tl.constexpr):
     alpha = tl.exp2(m_old - m_safe)
     acc, l = acc * alpha[:, None], l * alpha
     p = tl.exp2(s * scale + (bias - m_safe)[:, None])
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return acc, m, l + tl.sum(p, 1)
 
 

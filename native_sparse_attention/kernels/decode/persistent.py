@@ -70,18 +70,15 @@ def first_phase(counter, programs, WARMUP: tl.constexpr):
 @triton.jit
 def store_scores(call, row, x, n0, n, num_windows, valid, BLOCK_WINDOWS: tl.constexpr):
     """Write scores x [M, N] of windows n; with BLOCK_WINDOWS the largest of each block."""
-    scores = call.work.scores + row[:, None] * call.SCORE_COLUMNS
+    scores, is_stored = call.work.scores + row[:, None] * call.SCORE_COLUMNS, n < num_windows
     if BLOCK_WINDOWS > 0:
         M: tl.constexpr = x.shape[0]
         N: tl.constexpr = x.shape[1]
-        x = tl.where((n < num_windows)[None], x, topn.NO_SCORE)
+        x = tl.where(is_stored[None], x, topn.NO_SCORE)
         x = tl.max(tl.reshape(x, [M, N // BLOCK_WINDOWS, BLOCK_WINDOWS]), 2)
-        c = n0 // BLOCK_WINDOWS + tl.arange(0, N // BLOCK_WINDOWS)
-        is_block = c * BLOCK_WINDOWS < num_windows
-        tl.store(scores + c[None], x, mask=valid[:, None] & is_block[None])
-    else:
-        mask = valid[:, None] & (n < num_windows)[None]
-        tl.store(scores + n[None], x, mask=mask)
+        n = n0 // BLOCK_WINDOWS + tl.arange(0, N // BLOCK_WINDOWS)
+        is_stored = n * BLOCK_WINDOWS < num_windows
+    tl.store(scores + n[None], x, mask=valid[:, None] & is_stored[None])
 
 
 @triton.jit
@@ -115,7 +112,7 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
             if F.CAP:
                 x = soft_capped(x, call.cap)
             x = tl.where((n < call.MEMORY)[None], x, topn.NO_SCORE)
-            acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
+            acc, m, l = softmax_step(x, v_tile, acc, m, l)
 
     # windows past it may be unwritten
     count = tl.load(call.cache.counts + b).to(tl.int32) if call.cache.counts is not None else call.T
@@ -160,7 +157,7 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
             store_scores(call, score_row, score, n0, n, num_windows, is_row, F.BLOCK_WINDOWS)
         if ATTEND:
             x = tl.where(n[None] < window_end[:, None], x, topn.NO_SCORE)
-            acc, m, l = softmax_step(x, v_tile, acc, m, l, "ieee")
+            acc, m, l = softmax_step(x, v_tile, acc, m, l)
 
     if ATTEND:
         out_row = ((split * call.B + b) * call.T + t) * (call.heads.K * F.G) + h * F.G + g
@@ -400,7 +397,7 @@ def block_split(call, ready, producers, split, b, r, t, F: tl.constexpr):
             if F.CAP:
                 x = soft_capped(x, call.cap)
             x = tl.where(visible[None], x, topn.NO_SCORE)
-            acc, m, l_sum = softmax_step(x, v_tile, acc, m, l_sum, "ieee")
+            acc, m, l_sum = softmax_step(x, v_tile, acc, m, l_sum)
         out_mask = valid & (phase == 1)
         step.store_partial(call, out_row, acc, m, l_sum, out_mask, F)
 

@@ -114,8 +114,6 @@ def nsa_flash_fwd(
         initial_step = local_step + tl.maximum(tl.cdiv(hi_last - local_begin, F.BLOCK_N), 1)
         tiles_seen = initial_step + tl.cdiv(inner_floor, F.BLOCK_N)
         all_hi = tl.minimum(all_hi, local_first)
-
-    if F.INNER:
         outer_m, outer_l, outer_acc = m, l, acc
 
     for part in tl.static_range(2 if F.PREFIX else 1):
@@ -152,7 +150,7 @@ def nsa_flash_fwd(
             if (n0 < all_lo) | (n0 + F.BLOCK_N > all_hi):
                 steps.rare(lse, n0)
                 s = tl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
-            acc, m, l = steps.scaled_step(s, unit_scale, 0.0, v_tile, acc, m, l, "ieee")
+            acc, m, l = steps.scaled_step(s, unit_scale, 0.0, v_tile, acc, m, l)
 
     if F.INNER:
         if tiles_seen == initial_step:

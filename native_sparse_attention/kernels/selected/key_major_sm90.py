@@ -310,10 +310,8 @@ def nsa_selected_fwd_key_major_sm90(
         k_tile, v_tile = k_smem.index(0).reshape([KEYS, D]), v_smem.index(0).reshape([KEYS, D])
         row, logits_row = gl.arange(0, ROWS, ROW), gl.arange(0, ROWS, LOGITS_ROW)
         column = gl.arange(0, D, gl.SliceLayout(0, COPY))
-        zero, out_zero = (
-            gl.zeros([ROWS, KEYS], gl.float32, LOGITS),
-            gl.zeros([ROWS, D], gl.float32, ACC),
-        )
+        zero = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
+        out_zero = gl.zeros([ROWS, D], gl.float32, ACC)
         origin, stage = (b * (T - length) + first) * (F.R * F.n), 0
         mbarrier.wait(bar.index(0), 0)
         for i in range(begin, end, F.PAIRS):

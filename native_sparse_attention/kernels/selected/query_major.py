@@ -305,7 +305,7 @@ def nsa_selected_fwd_query_major(
             if F.GATES:
                 logits *= slot_gates(index.gates, b * T + token, r, j0, real, F)
             logits, bias = mask_logits(logits, packed, key, valid, start + token, ends, F)
-            acc, m, l = steps.scaled_step(logits, unit_scale, bias, v_tile, acc, m, l, "ieee")
+            acc, m, l = steps.scaled_step(logits, unit_scale, bias, v_tile, acc, m, l)
 
         acc = steps.store_softmax(out, lse, row, acc, m, l, F.E, F.BLOCK_E, real)
         if F.COMBINE:
