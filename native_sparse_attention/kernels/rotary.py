@@ -113,8 +113,6 @@ def rotate(
     for i in range(0, len(tensors), 2):
         pair, pair_outs = tensors[i : i + 2], outs[i : i + 2]
         (B, H, T, D), K = pair[0].shape, pair[-1].shape[1]
-        if B * T == 0:
-            continue
         grid, settings = plan(B, T, H, K, D, len(pair), 2 * len(freqs))
         launcher(nsa_rotary, grid)(
             head_strided(pair[0]), head_strided(pair[-1]), pair_outs[0], pair_outs[-1], angles,

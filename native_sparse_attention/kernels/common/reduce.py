@@ -71,10 +71,8 @@ def reduce_partials(
     missing = first_dk[:0], first_dv[:0]
     partial_dk, partial_dv = zip(*inputs, *[missing] * (MAX_INPUTS - len(inputs)), strict=True)
     tiles = cdiv(n * K * max(D, E), BLOCK.value)
-    if B * tiles:
-        launcher(nsa_reduce_partials, (B * tiles, 2))(
-            dk, dv, partial_dk, partial_dv, *map(len, partial_dk),
-            *(t.shape[2] for t in partial_dk), B=B, N=N, n=n, tiles=tiles, width_k=K * D,
-            width_v=K * E,
-        )  # fmt: skip
+    launcher(nsa_reduce_partials, (B * tiles, 2))(
+        dk, dv, partial_dk, partial_dv, *map(len, partial_dk), *(t.shape[2] for t in partial_dk),
+        B=B, N=N, n=n, tiles=tiles, width_k=K * D, width_v=K * E,
+    )  # fmt: skip
     return dk, dv

@@ -116,11 +116,10 @@ def nsa_kv_cache_windows(
 def starts(lengths: Tensor, counts: Tensor | None, tokens: int, max_length: int) -> Tensor:
     """The lengths [B] in int64. The device asserts that `counts` of `tokens` new ones fit."""
     out, B = lengths.new_empty(lengths.shape, dtype=torch.int64), len(lengths)
-    if B:
-        launcher(nsa_kv_cache_starts, (cdiv(B, 128),))(
-            lengths, None if counts is None else counts.contiguous(), out, B, tokens, max_length,
-            BLOCK_B=128, num_warps=1,
-        )  # fmt: skip
+    launcher(nsa_kv_cache_starts, (cdiv(B, 128),))(
+        lengths, None if counts is None else counts.contiguous(), out, B, tokens, max_length,
+        BLOCK_B=128, num_warps=1,
+    )  # fmt: skip
     return out
 
 
@@ -140,8 +139,6 @@ def append(
     # two streams a launch, or the last one twice
     for key, value in zip(names[::2], names[1::2] + names[-1:], strict=False):
         k, v, k_cache, v_cache = new[key], new[value], stores[key], stores[value]
-        if k.numel() + v.numel() == 0:
-            continue
         (B, K, n, D), E = k.shape, v.shape[-1]
         grid, flipped = launch.grid(n, B * K)
         with torch.cuda.device_of(lengths):

@@ -81,7 +81,7 @@ Settings = namedtuple(
 )
 
 # one compiled kernel for all lengths
-LENGTHS = ["start", "T", "N", "P", "tiles", "B", "each"]
+LENGTHS = ["start", "T", "N", "P", "tiles", "blocks", "B", "each"]
 
 
 @gluon.constexpr_function
@@ -506,9 +506,6 @@ def nsa_flash_dq_sm90(
     )
 
 
-DKV_LENGTHS = ["start", "T", "N", "blocks", "B"]
-
-
 @gluon.jit
 def produce_dkv(q, d_out, k, v, rows, T, n0, b, h, begin, end, memory, F: gl.constexpr):
     """The producer warp. With INNER it loads lse and delta of both softmaxes."""
@@ -641,7 +638,7 @@ def consume_dkv(dk, dv, n0, b, h, tiles, call, memory, CONSUMER: gl.constexpr, F
     gl.store(dv + offset, dv_acc, mask=(key < N)[:, None])
 
 
-@gluon.jit(do_not_specialize=DKV_LENGTHS)
+@gluon.jit(do_not_specialize=LENGTHS)
 def nsa_flash_dkv_sm90(
     q, k, v, d_out, dk, dv, rows, kv_range, start, T, N, scale, blocks, B, F: gl.constexpr
 ):
@@ -705,7 +702,7 @@ def is_supported(kernel: str, call: Any) -> bool:
     tiled = launch.requested_sizes(kernel if kv_range.wide else f"window.{kernel}")
     kinds = kv_range.kind in (COMPRESSED.value, CAUSAL_WINDOW.value, LOCAL_BLOCKS.value)
     plain = not (kv_range.starts or kv_range.documents or kv_range.soft_cap)
-    nested = inner is None or (not inner.starts and kv_range.kind == CAUSAL_WINDOW.value)
+    nested = inner is None or kv_range.kind == CAUSAL_WINDOW.value
     sizes = q.dtype.itemsize == 2 and q.shape[-1] == v.shape[-1] in WIDTHS
     whole = 0 < call.groups <= ROWS.value and ROWS.value % call.groups == 0
     if forced is False or tiled or not (kinds and plain and nested and sizes and whole):
