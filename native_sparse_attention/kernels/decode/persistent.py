@@ -168,13 +168,12 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
 def window_probabilities(call, ready, producers, split, b, r, t, F: tl.constexpr):
     """Softmax probabilities of one split of the windows for token t and ranking head r: the sum
     over the heads that share the ranking. Reads their logits and the lse of partial results."""
-    GROUP: tl.constexpr = F.G // F.RANKS_PER_KV
     window_end = tl.minimum((tl.load(call.cache.lengths + b).to(tl.int32) + t) // F.d, call.W)
     if call.cache.counts is not None:
         window_end = tl.where(t < tl.load(call.cache.counts + b), window_end, 0)
     token = (b * call.T + t) * call.heads.RANKS + r
     g = tl.arange(0, F.PADDED_G // F.RANKS_PER_KV)
-    row, valid = token * GROUP + g, g < GROUP
+    row, valid = token * F.GROUP + g, g < F.GROUP
     cmp_split = tl.arange(0, F.PADDED_CMP_SPLITS)
     step.wait(ready, producers)
     mask = (cmp_split < call.CMP_SPLITS)[:, None] & valid[None]
@@ -183,7 +182,7 @@ def window_probabilities(call, ready, producers, split, b, r, t, F: tl.constexpr
     split_lse = tl.load(lse_ptr, mask=mask, other=topn.NO_SCORE)
     m = tl.max(split_lse, 0)
     if F.SINKS:
-        sink = tl.load(call.sinks + r * GROUP + g, mask=valid, other=0.0) * 1.4426950408889634
+        sink = tl.load(call.sinks + r * F.GROUP + g, mask=valid, other=0.0) * 1.4426950408889634
         m = tl.maximum(m, sink)
     m = tl.where(m == topn.NO_SCORE, 0.0, m)
     denominator = tl.sum(tl.exp2(split_lse - m[None]), 0)
@@ -238,7 +237,6 @@ def count_better(token_scores, call, row, all_end, window_end, split, phase, F: 
     """Write those of RANK_SPLIT_BLOCKS blocks that are among the top n, at the number of better
     ones."""
     CHUNKS: tl.constexpr = F.RANK_SPLIT_CHUNKS
-    COMPARED: tl.constexpr = F.RANK_COMPARED
     c = split * F.RANK_SPLIT_BLOCKS + tl.arange(0, F.RANK_SPLIT_BLOCKS)
     slot = tl.arange(0, F.PADDED_TOPN)
     end = tl.where(phase == 1, all_end, 0)
@@ -249,10 +247,10 @@ def count_better(token_scores, call, row, all_end, window_end, split, phase, F: 
         split_keys = step.block_sort_keys(token_scores, c, end, window_end, F)
         rounds -= 1
     better = tl.full([F.RANK_SPLIT_BLOCKS], 0, tl.int32)
-    for c0 in range(0, tl.maximum(end, 1), CHUNKS * COMPARED):
+    for c0 in range(0, tl.maximum(end, 1), CHUNKS * F.RANK_COMPARED):
         chunks = ()
         for i in tl.static_range(CHUNKS):
-            peers = c0 + i * COMPARED + tl.arange(0, COMPARED)
+            peers = c0 + i * F.RANK_COMPARED + tl.arange(0, F.RANK_COMPARED)
             chunks += (step.block_sort_keys(token_scores, peers, end, window_end, F),)
         for i in tl.static_range(CHUNKS):
             better += tl.sum((chunks[i][:, None] > split_keys[None]).to(tl.int32), 0)
@@ -317,7 +315,6 @@ def block_split(call, ready, producers, split, b, r, t, F: tl.constexpr):
     The first WINDOW_SPLITS splits cover the blocks that overlap the window. The others wait for the
     ranking and cover TOPN ranked blocks, then the initial and the local ones. With FUSE_LOCAL the
     window covers the local blocks: its last split holds these and counts for both branches."""
-    GROUP: tl.constexpr = F.G // F.RANKS_PER_KV
     h = r // F.RANKS_PER_KV
     is_window = split < call.WINDOW_SPLITS
     split_blocks = tl.where(is_window, call.WINDOW_SPLIT_BLOCKS, call.SELECTED_SPLIT_BLOCKS)
@@ -332,7 +329,7 @@ def block_split(call, ready, producers, split, b, r, t, F: tl.constexpr):
         first_window_block = tl.where(is_local, first_local_block, first_window_block)
         window_block_end = tl.where(is_local, own_block + 1, own_block - F.LOCAL + 1)
     row = tl.arange(0, F.BLOCK_G)
-    head, valid = r * GROUP + row, row < GROUP
+    head, valid = r * F.GROUP + row, row < F.GROUP
     q_offsets = b * call.q.b + t.to(tl.int64) * call.q.n + head * call.q.h
     q_tile = load_rows(call.q.ptr, q_offsets, F.D, F.BLOCK_D, valid)
     k, v = call.k, call.v
@@ -345,11 +342,10 @@ def block_split(call, ready, producers, split, b, r, t, F: tl.constexpr):
     forced = index - F.TOPN
     is_initial = (forced >= 0) & (forced < F.INITIAL) & (forced <= own_block - F.LOCAL)
     window_block = first_window_block + i
-    BLOCKS_PER_TILE: tl.constexpr = F.BLOCK_KEYS // F.BLOCK_S
     tile_block = tl.arange(0, F.BLOCK_KEYS) // F.BLOCK_S
     key_slot = tl.arange(0, F.BLOCK_KEYS) % F.BLOCK_S
     out_row = (((call.CMP_PARTIALS + split) * call.B + b) * call.T + t) * (
-        call.heads.RANKS * GROUP
+        call.heads.RANKS * F.GROUP
     ) + head
     start = 1
     if F.TOPN > 0:  # noqa: SIM102
@@ -379,8 +375,8 @@ def block_split(call, ready, producers, split, b, r, t, F: tl.constexpr):
         m = tl.full([F.BLOCK_G], topn.NO_SCORE, tl.float32)
         l_sum = tl.full([F.BLOCK_G], 0.0, tl.float32)
         acc = tl.full([F.BLOCK_G, F.BLOCK_E], 0.0, tl.float32)
-        num_blocks = tl.where(phase == 1, split_blocks, BLOCKS_PER_TILE)
-        for i0 in tl.range(0, num_blocks, BLOCKS_PER_TILE, num_stages=F.BLOCK_STAGES):
+        num_blocks = tl.where(phase == 1, split_blocks, F.BLOCKS_PER_TILE)
+        for i0 in tl.range(0, num_blocks, F.BLOCKS_PER_TILE, num_stages=F.BLOCK_STAGES):
             is_block = i[None] == (i0 + tile_block)[:, None]
             token = tl.max(tl.where(is_block, split_block[None], -1), 1) * F.s + key_slot
             visible = (
@@ -417,10 +413,8 @@ def reduce_and_combine(
     """Reduce the partial results of REDUCE_ROWS (token, query head) rows of one sequence and KV
     head, REDUCE_COLUMNS features: `out = g_cmp cmp + g_sel sel + g_win win`, or `out = sel` with
     ONE_SOFTMAX. Returns how many programs had passed their waits before."""
-    COLUMN_TILES: tl.constexpr = (F.E + F.REDUCE_COLUMNS - 1) // F.REDUCE_COLUMNS
-    i = reduce_tile // COLUMN_TILES * F.REDUCE_ROWS + tl.arange(0, F.REDUCE_ROWS)[:, None]
-    e = tl.arange(0, F.REDUCE_COLUMNS)
-    e += reduce_tile % COLUMN_TILES * F.REDUCE_COLUMNS
+    i = reduce_tile // F.COLUMN_TILES * F.REDUCE_ROWS + tl.arange(0, F.REDUCE_ROWS)[:, None]
+    e = reduce_tile % F.COLUMN_TILES * F.REDUCE_COLUMNS + tl.arange(0, F.REDUCE_COLUMNS)
     valid, t, head = i < call.T * F.G, tl.minimum(i // F.G, call.T - 1), h * F.G + i % F.G
     row, split = (b * call.T + t) * call.heads.H + head, tl.arange(0, F.PADDED_SPLITS)
     first_selected = call.CMP_PARTIALS + call.WINDOW_SPLITS
@@ -456,7 +450,6 @@ def nsa_decode_persistent(
         WINDOW_SPLITS, WINDOW_SPLIT_BLOCKS, SELECTED_SPLITS, SELECTED_SPLIT_BLOCKS, REDUCE_PROGRAMS,
         RANK_PROGRAMS, SCORE_COLUMNS,
     )  # fmt: skip
-    RANKS_PER_KV: tl.constexpr = F.RANKS_PER_KV
     K, RANKS, counters = call.heads.K, call.heads.RANKS, call.work.counters
     program = tl.program_id(0)
     compressed_end = B * K * TILES * CMP_SPLITS
@@ -473,7 +466,7 @@ def nsa_decode_persistent(
     elif program < probabilities_end:
         if F.PROBS:
             split, b, r, t = split_and_token(program - compressed_end, PROB_SPLITS, T, RANKS)
-            barriers = counters + (b * K + r // RANKS_PER_KV) * step.COUNTERS
+            barriers = counters + (b * K + r // F.RANKS_PER_KV) * step.COUNTERS
             window_probabilities(
                 call, barriers + SCORES_DONE, TILES * CMP_SPLITS, split, b, r, t, F
             )
@@ -485,18 +478,18 @@ def nsa_decode_persistent(
         stage_split, b, r, t = split_and_token(program - first_program, splits, T, RANKS)
         # negative for programs that rank; window splits come before selected ones
         split = stage_split + tl.where(is_early, -RANK_PROGRAMS, WINDOW_SPLITS)
-        barriers = counters + (b * K + r // RANKS_PER_KV) * step.COUNTERS
+        barriers = counters + (b * K + r // F.RANKS_PER_KV) * step.COUNTERS
         if F.TOPN > 0:  # noqa: SIM102
             if split < 0:
                 scores, ready = call.work.scores, barriers + SCORES_DONE
                 producers = TILES * CMP_SPLITS
                 if F.PROBS:
                     scores, ready = call.work.importances, barriers + PROBS_DONE
-                    producers = PROB_SPLITS * T * RANKS_PER_KV
+                    producers = PROB_SPLITS * T * F.RANKS_PER_KV
                 rank_blocks(scores, call, ready, producers, stage_split, b, r, t, F)
                 step.arrive(barriers + RANKING_DONE)
         if split >= 0:
-            producers = RANK_PROGRAMS * T * RANKS_PER_KV
+            producers = RANK_PROGRAMS * T * F.RANKS_PER_KV
             block_split(call, barriers + RANKING_DONE, producers, split, b, r, t, F)
             step.arrive(barriers + BLOCKS_DONE)
     else:
@@ -508,8 +501,8 @@ def nsa_decode_persistent(
         if F.SCORE_MODE == SCORES_NONE or F.STRIDE > 1:
             step.wait(barriers + SCORES_DONE, TILES * CMP_SPLITS)
             if F.PROBS:
-                step.wait(barriers + PROBS_DONE, PROB_SPLITS * T * RANKS_PER_KV)
-        producers = (WINDOW_SPLITS + SELECTED_SPLITS) * T * RANKS_PER_KV
+                step.wait(barriers + PROBS_DONE, PROB_SPLITS * T * F.RANKS_PER_KV)
+        producers = (WINDOW_SPLITS + SELECTED_SPLITS) * T * F.RANKS_PER_KV
         started_before = reduce_and_combine(
             call, barriers + BLOCKS_DONE, producers, barriers + REDUCE_STARTED, reduce_tile,
             b, h, F,
@@ -600,7 +593,8 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
     splits, columns = next_power_of_2(max(1, partials)), settings["BLOCK_E"]
     reduce_rows = max(1, min(REDUCE_ROWS, REDUCE_ELEMENTS // (splits * columns)))
     reduce_columns = max(16, min(columns, REDUCE_ELEMENTS // splits))
-    reduce_programs = cdiv(T * (H // K), reduce_rows) * cdiv(E, reduce_columns)
+    column_tiles = cdiv(E, reduce_columns)
+    reduce_programs = cdiv(T * (H // K), reduce_rows) * column_tiles
 
     programs = B * K * (cmp * tiles + reduce_programs)
     programs += tokens * (prob_splits + is_ranked + window + num_selected)
@@ -632,12 +626,13 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
     )  # fmt: skip
     constants = step.constants(
         **settings, I=shape.I, BLOCK_I=launch.padded(shape.I), CMP_G=shape.cmp_heads // K,
-        PADDED_G=heads, BLOCK_M=block_m, BLOCK_N=block_n,
+        PADDED_G=heads, BLOCK_M=block_m, BLOCK_N=block_n, GROUP=H // ranks,
         BLOCK_G=launch.padded(H // ranks), BLOCK_W=BLOCK_W, BLOCK_KEYS=block_keys, STAGES=stages,
-        BLOCK_STAGES=block_stages if block_keys <= 64 else 1,
+        BLOCK_STAGES=block_stages if block_keys <= 64 else 1, BLOCKS_PER_TILE=blocks_per_tile,
         PADDED_CMP_SPLITS=next_power_of_2(cmp) if probs else 1, PADDED_SPLITS=splits,
         PADDED_SPLIT_BLOCKS=next_power_of_2(max(2, blocks_per_tile, window_blocks, selected)),
-        REDUCE_ROWS=reduce_rows, REDUCE_COLUMNS=reduce_columns, RANK_CHUNKS=rank_chunks,
+        REDUCE_ROWS=reduce_rows, REDUCE_COLUMNS=reduce_columns, COLUMN_TILES=column_tiles,
+        RANK_CHUNKS=rank_chunks,
         RANK_N=RANK_N if is_sorted else merge_n, RANK_COLUMNS=RANK_N if is_sorted else 0,
         RANK_DEPTH=min(RANK_DEPTH, n) if is_sorted else 0, RANK_MERGE_N=merge_n,
         RANK_SPLIT_BLOCKS=rank_split_blocks, RANK_SPLIT_CHUNKS=min(RANK_SPLIT_CHUNKS, compared),

@@ -155,10 +155,8 @@ def reduce_and_combine(
     token t, REDUCE_COLUMNS features: `out = g_cmp cmp + g_sel sel + g_win win`. The first
     FIRST_BLOCK partial results are those of the windows, of the memory and of the boundary block.
     Returns how many programs had passed their waits before."""
-    COLUMN_TILES: tl.constexpr = (F.E + F.REDUCE_COLUMNS - 1) // F.REDUCE_COLUMNS
-    i_head = reduce_tile // COLUMN_TILES * F.REDUCE_ROWS + tl.arange(0, F.REDUCE_ROWS)[:, None]
-    e = tl.arange(0, F.REDUCE_COLUMNS)
-    e += reduce_tile % COLUMN_TILES * F.REDUCE_COLUMNS
+    i_head = reduce_tile // F.COLUMN_TILES * F.REDUCE_ROWS + tl.arange(0, F.REDUCE_ROWS)[:, None]
+    e = reduce_tile % F.COLUMN_TILES * F.REDUCE_COLUMNS + tl.arange(0, F.REDUCE_COLUMNS)
     valid, head = i_head < F.G, h * F.G + tl.minimum(i_head, F.G - 1)
     position = step.token_position(call, b, t)
     row = (b * F.T + t) * (F.K * F.G) + head
@@ -204,26 +202,22 @@ def nsa_decode_read_all(
         heads, scale_log2, cap, B, W, N, MEMORY, CMP_SPLITS, MEM_SPLITS, NUM_BLOCKS,
     )  # fmt: skip
     # windows come first, because the ranking waits for their scores
-    T: tl.constexpr = F.T
-    K: tl.constexpr = F.K
-    index, tokens, FIRST_BLOCK = tl.program_id(0), B * T * K, CMP_SPLITS + MEM_SPLITS + 1
+    index, tokens, FIRST_BLOCK = tl.program_id(0), B * F.T * F.K, CMP_SPLITS + MEM_SPLITS + 1
     program, token = index // tokens, index % tokens
-    b, h = (token // K // T).to(tl.int64), (token % K).to(tl.int64)
-    t = (token // K % T).to(tl.int64)
-    barriers = call.work.counters + (b * K + h) * step.COUNTERS
+    b, h = (token // F.K // F.T).to(tl.int64), (token % F.K).to(tl.int64)
+    t = (token // F.K % F.T).to(tl.int64)
+    barriers = call.work.counters + (b * F.K + h) * step.COUNTERS
     partial_programs = FIRST_BLOCK + tl.cdiv(NUM_BLOCKS, F.BLOCKS_PER_PROGRAM)
     if program < partial_programs:
         write_partials(call, barriers + SCORES_DONE, program, t, b, h, F)
         step.arrive(barriers + PARTIALS_DONE)
     else:
-        ROW_TILES: tl.constexpr = (F.G + F.REDUCE_ROWS - 1) // F.REDUCE_ROWS
-        COLUMN_TILES: tl.constexpr = (F.E + F.REDUCE_COLUMNS - 1) // F.REDUCE_COLUMNS
         started_before = reduce_and_combine(
-            call, barriers + SCORES_DONE, T * CMP_SPLITS, barriers + PARTIALS_DONE,
-            T * partial_programs, barriers + REDUCE_STARTED, program - partial_programs, b, t, h,
+            call, barriers + SCORES_DONE, F.T * CMP_SPLITS, barriers + PARTIALS_DONE,
+            F.T * partial_programs, barriers + REDUCE_STARTED, program - partial_programs, b, t, h,
             FIRST_BLOCK, F,
         )  # fmt: skip
-        if started_before == T * ROW_TILES * COLUMN_TILES - 1:  # no program waits any more
+        if started_before == F.T * F.REDUCE_TILES - 1:  # no program waits any more
             tl.store(barriers + tl.arange(0, step.COUNTERS), 0)
 
 
@@ -265,14 +259,14 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan | None:
     if not is_summed or not fits or shape.is_wide:
         return None
     per_program, columns = cdiv(total, BLOCK_PROGRAMS), min(settings["BLOCK_E"], REDUCE_COLUMNS)
-    programs = cmp + memory + 1 + cdiv(blocks, per_program)
-    programs += cdiv(heads, REDUCE_ROWS) * cdiv(E, columns)
-    programs *= B * T * K
+    column_tiles = cdiv(E, columns)
+    reduce_tiles = cdiv(heads, REDUCE_ROWS) * column_tiles
+    programs = B * T * K * (cmp + memory + 1 + cdiv(blocks, per_program) + reduce_tiles)
     numbers = B, shape.windows, shape.tokens, shape.memory, cmp, memory, blocks
     constants = step.constants(
         **settings, T=T, K=K, BLOCK_G=launch.padded(heads), REDUCE_ROWS=REDUCE_ROWS,
         REDUCE_COLUMNS=columns, BLOCKS=max(32, next_power_of_2(blocks)), PARTIALS=partials,
-        BLOCKS_PER_PROGRAM=per_program,
+        BLOCKS_PER_PROGRAM=per_program, COLUMN_TILES=column_tiles, REDUCE_TILES=reduce_tiles,
     )  # fmt: skip
     return step.Plan(
         nsa_decode_read_all, programs, cmp + memory + 1 + blocks, (K, shape.windows), None,

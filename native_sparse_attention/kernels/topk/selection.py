@@ -36,20 +36,20 @@ from ..common.precompile import launcher
 from . import topn
 from .topn import NO_SCORE, first_window
 
-# compile-time settings of the kernels that rank. A block has PER_BLOCK keys (of probs: windows),
-# padded to a power of two; with LARGEST they are those of its windows. HEADS pads G where each has
-# scores of its own, or is 1. Of probs a window covers WINDOW tokens; of the others: keys of HALVES,
-# ONE_HALF where queries are exact in float16. Candidates lie in GROUPS groups of GROUP blocks of
-# each query, if not 0
+# compile-time settings of the kernels that rank. A block has WINDOWS windows, and PER_BLOCK keys
+# (of probs: windows), padded to a power of two; with LARGEST they are those of its windows. HEADS
+# pads G where each has scores of its own, or is 1. Of probs a window covers WINDOW tokens; of the
+# others: keys of HALVES, ONE_HALF where queries are exact in float16. Candidates lie in GROUPS
+# groups of GROUP blocks of each query, if not 0
 Settings = namedtuple(
     "Settings",
-    "G RANKS_PER_KV D BLOCK_D BLOCK_M BLOCK_N COLUMNS DEPTH MERGE_N SLOTS SLOTS_2 PER_BLOCK d s "
-    "INITIAL LOCAL STRIDE CAUSAL DOCUMENTS FLIPPED INTERPOLATED ONE_HALF HALVES "
+    "G RANKS_PER_KV D BLOCK_D BLOCK_M BLOCK_N COLUMNS DEPTH MERGE_N SLOTS SLOTS_2 WINDOWS "
+    "PER_BLOCK d s INITIAL LOCAL STRIDE CAUSAL DOCUMENTS FLIPPED INTERPOLATED ONE_HALF HALVES "
     "NUM_STAGES_Q LARGEST WINDOW HEADS WARPS WIDE CAP GROUPS GROUP QUANTIZED",
 )
 # of the kernel that converts keys, BLOCK_C a program; with QUANTIZED above 0 so many have one size
 KeySettings = namedtuple(
-    "KeySettings", "D BLOCK_D HALVES FLIPPED BLOCK_C BLOCK_S d s INTERPOLATED QUANTIZED"
+    "KeySettings", "D BLOCK_D HALVES FLIPPED BLOCK_C BLOCK_S WINDOWS d s INTERPOLATED QUANTIZED"
 )
 BLOCK_C = 16
 
@@ -82,7 +82,6 @@ def nsa_topk_block_keys(
     tile_index, line, _tiles, lines = steps.grid_position(F.FLIPPED)
     b, h = (line // K).to(tl.int64), (line % K).to(tl.int64)
     c = tile_index * F.BLOCK_C + tl.arange(0, F.BLOCK_C)
-    WINDOWS: tl.constexpr = F.s // F.d if F.s > F.d else 1
     first = first_window(c, F.d, F.s)
     lo = c * 0
     end = lo + W
@@ -93,7 +92,7 @@ def nsa_topk_block_keys(
         )
     last = end - 1
     if tl.program_id(2) == 1:
-        last = tl.minimum(last, first + WINDOWS - 1)
+        last = tl.minimum(last, first + F.WINDOWS - 1)
 
     k_sum = tl.full([F.BLOCK_C, F.BLOCK_D], 0.0, tl.float32)
     count = tl.full([F.BLOCK_C], 0.0, tl.float32)
@@ -104,7 +103,7 @@ def nsa_topk_block_keys(
         rows = b * ck.b + h * ck.h + w.to(tl.int64) * ck.n
         origin = steps.load_rows(ck.ptr, rows, F.D, F.BLOCK_D, (c < C) & (w < W)).to(tl.float32)
     MARGIN: tl.constexpr = 1 if F.INTERPOLATED else 0
-    for j in range(-MARGIN, WINDOWS + MARGIN):
+    for j in range(-MARGIN, F.WINDOWS + MARGIN):
         w = first + j
         weight = window_weight(c, j, end, F.d, F.s, F.BLOCK_S, F.INTERPOLATED)
         if F.INTERPOLATED:
@@ -159,8 +158,7 @@ def best_blocks(
     q_high, q_low, keys, sizes, first_row, edge_row, position, low, end, hi, N, groups = inputs
     M: tl.constexpr = end.shape[0]
     ROWS: tl.constexpr = M * F.HEADS
-    WINDOWS: tl.constexpr = F.s // F.d if F.s > F.d else 1
-    KEYS: tl.constexpr = WINDOWS if F.LARGEST else 1
+    KEYS: tl.constexpr = F.WINDOWS if F.LARGEST else 1
     PARTIAL: tl.constexpr = F.LARGEST and F.DOCUMENTS and not F.CAUSAL
     GROUPS: tl.constexpr = F.GROUPS
     # a query's edge block holds the last windows that it sees
@@ -182,7 +180,7 @@ def best_blocks(
         HALF: tl.constexpr = SLICE // 2
         block = column // 8 // HALF * 4 + column % 8 // 2
         key = column // 8 % HALF * 2 + column % 2
-    first_edge = (tl.min(position, 0) // F.d - WINDOWS) * F.d // F.s
+    first_edge = (tl.min(position, 0) // F.d - F.WINDOWS) * F.d // F.s
     chunks = tl.cdiv(tl.max(end, 0), CHUNK)
     for step in range(tl.min(low, 0) // CHUNK * STEPS, chunks * STEPS):
         c0, j0 = step // STEPS * CHUNK, step % STEPS * SLICE
@@ -194,7 +192,7 @@ def best_blocks(
         if EDGES:  # noqa: SIM102
             if c0 + CHUNK > first_edge:
                 edge = products(q_high, q_low, keys, sizes, edge_row + n, is_key, F)
-                is_edge = (window + WINDOWS)[None] == (position // F.d)[:, None]
+                is_edge = (window + F.WINDOWS)[None] == (position // F.d)[:, None]
                 x = tl.where(is_edge, edge, x)
         if F.LARGEST:
             x += tl.where(is_key, 0.0, NO_SCORE)[None]
@@ -267,17 +265,17 @@ def nsa_topk_logits(
 
 
 @triton.jit
-def block_sums(p, j, P: tl.constexpr, NUM_EARLIER: tl.constexpr, F: tl.constexpr):
+def block_sums(p, j, NUM_EARLIER: tl.constexpr, F: tl.constexpr):
     """Scores [TOKENS, CHUNK] that windows j [SLICE] of a chunk's blocks add to the block in which
     they end, to the block before it, and so on. p is [CHUNK, SLICE, TOKENS, PARTIALS]."""
     sums = ()
     for g in tl.static_range(NUM_EARLIER + 1):
-        # tokens that block c shares with window j of the P windows that end in block c + g
+        # tokens that block c shares with window j of the WINDOWS that end in block c + g
         overlap = j * 0 + 1
         if F.s >= F.d:
-            stop = (j + (g * P + 1)) * F.d  # the window's end
+            stop = (j + (g * F.WINDOWS + 1)) * F.d  # the window's end
             overlap = tl.maximum(tl.minimum(stop, F.s) - tl.maximum(stop - F.WINDOW, 0), 0)
-        overlap = tl.where(j < P, overlap, 0).to(tl.float32)
+        overlap = tl.where(j < F.WINDOWS, overlap, 0).to(tl.float32)
         sums += (tl.trans(tl.sum(tl.sum(p * overlap[None, :, None, None], 1), 2)),)
     return sums
 
@@ -313,7 +311,6 @@ def best_by_probs(
     by row. PER_BLOCK is the windows per block, padded to a power of two; a step takes SLICE."""
     q_tile, lse_log2, lo, hi, ck, k_base, low, end, fewest, latest, W, scale_log2, cap = inputs
     TOKENS: tl.constexpr = end.shape[0]
-    P: tl.constexpr = F.s // F.d if F.s > F.d else 1
     # blocks that a window overlaps before the one in which it ends
     NUM_EARLIER: tl.constexpr = (F.WINDOW + F.s - F.d - 1) // F.s if F.s >= F.d else 0
     # Triton before 3.6 has no `min` of constexprs
@@ -367,7 +364,7 @@ def best_by_probs(
                 p = tl.reshape(p, [BLOCK_N // ROWS, F.WARPS, 2, 8, TOKENS * PARTIALS])
                 p = tl.reshape(tl.permute(p, [1, 3, 0, 2, 4]), [BLOCK_N, TOKENS * PARTIALS])
             p = tl.reshape(p, [CHUNK, SLICE, TOKENS, PARTIALS])
-            step_sums = block_sums(p, j0 + tl.arange(0, SLICE), P, NUM_EARLIER, F)
+            step_sums = block_sums(p, j0 + tl.arange(0, SLICE), NUM_EARLIER, F)
             if STEPS > 1:
                 new_sums = ()
                 for g in tl.static_range(NUM_EARLIER + 1):
@@ -438,14 +435,14 @@ def plan(
     importance, interpolated = config.importance, config.interpolated_importance_score
     tile = launch.topk_tile(importance, D, G, n, dtype, interpolated)
     probs, is_max, block_d = importance == "probs", config.ranks_by_largest, launch.padded(D)
-    is_quantized = config.ranking_bits == 8
+    is_quantized, per_block = config.ranking_bits == 8, max(1, s // d)
     halves = 1 if is_quantized or (is_max and dtype != torch.float32) else 2
     rows = next_power_of_2(G) if probs or config.ranks_by_heads else 1
     grid, flipped = launch.grid(cdiv(cdiv(T + stride - 1, stride), tile.block_m // rows), B * ranks)
     settings = Settings(
         G, ranks // K, D, block_d, tile.block_m, tile.block_n, tile.columns, tile.depth,
         tile.block_n if is_max else tile.merge_n, n, max(2, next_power_of_2(n)),
-        1 if importance == "logits" else next_power_of_2(max(1, s // d)), d, s,
+        per_block, 1 if importance == "logits" else next_power_of_2(per_block), d, s,
         config.num_initial_blocks, max(config.num_local_blocks, 1), stride, config.causal,
         has_documents, flipped, interpolated, HALVES=halves, LARGEST=is_max, HEADS=rows,
         ONE_HALF=(G == 1 or config.ranks_by_heads) and dtype != torch.float32,
@@ -460,12 +457,11 @@ def plan(
     C, unit, scale = num_ranked, s, config.scale_of(D)
     if is_max:
         C, unit, scale = ck.shape[1], d, float((scale > 0) - (scale < 0))
-    per_block = max(1, s // d)
     block_c = max(BLOCK_C, per_block) if is_quantized else BLOCK_C
     keys_grid, flipped = launch.grid(cdiv(C, block_c), B * K, 2 if interpolated else 1)
     key_settings = KeySettings(
-        D, block_d, halves, flipped, block_c, next_power_of_2(s), d, unit, interpolated,
-        per_block if is_quantized else 0,
+        D, block_d, halves, flipped, block_c, next_power_of_2(s), max(1, unit // d), d, unit,
+        interpolated, per_block if is_quantized else 0,
     )  # fmt: skip
     key_options = dict(C=C, scale=scale, F=key_settings, num_warps=4 if block_c < 64 else 8)
     return Plan(grid, options), Plan(keys_grid, key_options)
