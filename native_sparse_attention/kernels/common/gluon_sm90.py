@@ -74,8 +74,8 @@ def flat(warps, width):
 
 @gluon.jit
 def finish(
-    acc, m, l, out, lse, combine, b, r, token, T, R, G: gl.constexpr, GROUP: gl.constexpr,
-    WARPS: gl.constexpr, ADD: gl.constexpr, COMBINE: gl.constexpr,
+    acc, m, l, out, lse, combine, b, r, token, T, GROUP: gl.constexpr, WARPS: gl.constexpr,
+    F: gl.constexpr,
 ):  # fmt: skip
     """Write out and lse of a tile that begins at `token`. ADD combines them with the stored out and
     lse of other keys. COMBINE also writes the layer's output."""
@@ -85,20 +85,20 @@ def finish(
     ROW: gl.constexpr = gl.SliceLayout(1, FLAT)
     i = gl.arange(0, M, ROW)
     row_token, g = token + i // GROUP, i % GROUP
-    row = (b * T + row_token).to(gl.int64) * (R * G) + r * G + g
-    real = (g < G) & (row_token < T)
+    row = (b * T + row_token).to(gl.int64) * (F.R * F.G) + r * F.G + g
+    real = (g < F.G) & (row_token < T)
     feature = gl.arange(0, E, gl.SliceLayout(0, FLAT))
 
     # all loads come before the first store: no load is moved ahead of a store
     offset = row[:, None] * E + feature[None]
     mask = real[:, None]
-    if ADD:
+    if F.ADD:
         stored_lse = gl.load(lse + row, mask=real, other=float("-inf")) * 1.4426950408889634
         stored_out = gl.load(out + offset, mask=mask, other=0.0)
-    if COMBINE:
+    if F.COMBINE:
         gate = combine.gates + b.to(gl.int64) * combine.b
         gate += row_token.to(gl.int64) * combine.t
-        gate += (r * G + g).to(gl.int64) * combine.h
+        gate += (r * F.G + g).to(gl.int64) * combine.h
         gate_cmp = gl.load(gate, mask=real, other=0.0).to(gl.float32)
         gate_sel = gl.load(gate + combine.branch, mask=real, other=0.0).to(gl.float32)
         gate_win = gl.load(gate + 2 * combine.branch, mask=real, other=0.0).to(gl.float32)
@@ -111,7 +111,7 @@ def finish(
     acc = (acc * (1.0 / l)[:, None]).to(out.dtype.element_ty)
     acc = gl.convert_layout(acc, FLAT).to(gl.float32)
     log = gl.convert_layout(gl.where(empty, float("-inf"), m + gl.log2(l)), ROW)
-    if ADD:
+    if F.ADD:
         top = gl.maximum(stored_lse, log)
         top = gl.where(top == float("-inf"), 0.0, top)
         w, w_stored = gl.exp2(log - top), gl.exp2(stored_lse - top)
@@ -122,7 +122,7 @@ def finish(
         log = gl.where(none, float("-inf"), top + gl.log2(w_sum))
     gl.store(out + offset, acc.to(out.dtype.element_ty), mask=mask)
     gl.store(lse + row, log * 0.6931471805599453, mask=real)
-    if COMBINE:
+    if F.COMBINE:
         x = gate_sel[:, None] * acc + gate_cmp[:, None] * cmp.to(gl.float32)
         x += gate_win[:, None] * win.to(gl.float32)
         gl.store(combine.out + offset, x.to(combine.out.dtype.element_ty), mask=mask)

@@ -75,9 +75,9 @@ TileRows = namedtuple(
 )
 # lse [B T H], of the local blocks as well
 ForwardRows = namedtuple("ForwardRows", "lse inner_lse")
-# compile-time settings of the three kernels
+# compile-time settings of the three kernels; ROWS rows have TOKENS tokens
 Settings = namedtuple(
-    "Settings", "K G D STAGES KIND STRIDE INNER INNER_STRIDE PREFIX GATED ADD REGISTERS"
+    "Settings", "K G D TOKENS STAGES KIND STRIDE INNER INNER_STRIDE PREFIX GATED ADD REGISTERS"
 )
 
 # one compiled kernel for all lengths
@@ -126,11 +126,11 @@ def tile_position(i, call, K: gl.constexpr):
 
 
 @gluon.jit
-def blocks_of(tile, kv_range, TOKENS: gl.constexpr, F: gl.constexpr):
+def blocks_of(tile, kv_range, F: gl.constexpr):
     start, T, N, floor = kv_range.start, kv_range.T, kv_range.N, kv_range.floor
     reach, stride = kv_range.reach, kv_range.stride
-    first = start + tile * TOKENS
-    last = start + gl.minimum(tile * TOKENS + TOKENS, T) - 1
+    token = tile * (CONSUMERS * F.TOKENS)
+    first, last = start + token, start + gl.minimum(token + CONSUMERS * F.TOKENS, T) - 1
     local, num_local, num_initial = first * 0, first * 0, first * 0
     begin, _ = steps.interval(first, N, floor, reach, stride, F.KIND)
     _, end = steps.interval(last, N, floor, reach, stride, F.KIND)
@@ -150,15 +150,14 @@ def blocks_of(tile, kv_range, TOKENS: gl.constexpr, F: gl.constexpr):
 @gluon.jit
 def consumer_rows(iteration, i, call, CONSUMER: gl.constexpr, F: gl.constexpr):
     """A consumer's rows i of a work tile."""
-    TOKENS: gl.constexpr = ROWS // F.G
     N, floor, reach, stride = call.N, call.floor, call.reach, call.stride
     tile, b, h = tile_position(iteration, call, F.K)
-    blocks = blocks_of(tile, call, CONSUMERS * TOKENS, F)
-    token = (tile * CONSUMERS + CONSUMER) * TOKENS
+    blocks = blocks_of(tile, call, F)
+    token = (tile * CONSUMERS + CONSUMER) * F.TOKENS
     position = call.start + token + i // F.G
     row = (b * call.T + token + i // F.G).to(gl.int64) * (F.K * F.G) + h * F.G + i % F.G
     real = token + i // F.G < call.T
-    first, last = call.start + token, call.start + token + TOKENS - 1
+    first, last = call.start + token, call.start + token + F.TOKENS - 1
     lo, hi = steps.interval(position, N, floor, reach, stride, F.KIND)
     all_lo, _ = steps.interval(last, N, floor, reach, stride, F.KIND)
     _, all_hi = steps.interval(first, N, floor, reach, stride, F.KIND)
@@ -180,18 +179,18 @@ def produce(boxes, call, memory, F: gl.constexpr, BACKWARD: gl.constexpr):
     """The producer warp: loads a tile's queries, its KV blocks and a prefix. BACKWARD: also
     d_out and, with ADD, dq after the blocks."""
     BYTES: gl.constexpr = CONSUMERS * ROWS * F.D * 2
-    TOKENS: gl.constexpr = CONSUMERS * ROWS // F.G
     q_bar = memory.q_bar.index(0)
     turn = 0
     for iteration in range(0, num_work_tiles(call.tiles * call.B * F.K)):
         tile, b, h = tile_position(iteration, call, F.K)
-        local, num_local, begin, num_outer, num_initial = blocks_of(tile, call, TOKENS, F)
+        local, num_local, begin, num_outer, num_initial = blocks_of(tile, call, F)
+        token = tile * (CONSUMERS * F.TOKENS)
         if iteration > 0:
             hopper.named_barrier("sync", QUERIES, THREADS)
         mbarrier.expect(q_bar, 2 * BYTES if BACKWARD else BYTES)
-        read_rows(boxes.q, memory.q, q_bar, b, tile * TOKENS, h * F.G)
+        read_rows(boxes.q, memory.q, q_bar, b, token, h * F.G)
         if BACKWARD:
-            read_rows(boxes.d_out, memory.d_out, q_bar, b, tile * TOKENS, h * F.G)
+            read_rows(boxes.d_out, memory.d_out, q_bar, b, token, h * F.G)
         for j in range(0, num_local + num_outer + num_initial):
             block = local + j
             block = gl.where(j >= num_local, begin + j - num_local, block)
@@ -215,7 +214,7 @@ def produce(boxes, call, memory, F: gl.constexpr, BACKWARD: gl.constexpr):
             if iteration > 0:
                 hopper.named_barrier("sync", ADDED, THREADS)
             mbarrier.expect(memory.out_bar.index(0), BYTES)
-            read_rows(boxes.out, memory.out, memory.out_bar.index(0), b, tile * TOKENS, h * F.G)
+            read_rows(boxes.out, memory.out, memory.out_bar.index(0), b, token, h * F.G)
     hopper.named_barrier("sync", QUERIES, THREADS)
     if F.ADD:
         hopper.named_barrier("sync", ADDED, THREADS)
@@ -226,17 +225,15 @@ def produce(boxes, call, memory, F: gl.constexpr, BACKWARD: gl.constexpr):
 
 @gluon.jit
 def process_blocks(
-    memory, q, turn, acc, m, l, first, count, lo, hi, all_lo, all_hi, scale_log2
-):  # fmt: skip
+    memory, q, turn, acc, m, l, first, count, lo, hi, all_lo, all_hi, scale_log2, F: gl.constexpr
+):
     """Fold `count` blocks into a running softmax; see `primitives.scaled_step`."""
-    STAGES: gl.constexpr = memory.k.shape[0]
     ACC: gl.constexpr = acc.type.layout
-    D: gl.constexpr = acc.shape[1]
     zero = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
     for j in range(0, count):
-        slot = turn % STAGES
-        mbarrier.wait(memory.full.index(slot), (turn // STAGES) & 1)
-        k_tile = memory.k.index(slot).reshape([KEYS, D])
+        slot = turn % F.STAGES
+        mbarrier.wait(memory.full.index(slot), (turn // F.STAGES) & 1)
+        k_tile = memory.k.index(slot).reshape([KEYS, F.D])
         s = warpgroup_mma(q, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         n0 = (first + j) * KEYS
@@ -249,7 +246,7 @@ def process_blocks(
         p, alpha = gl.exp2(s * scale_log2 - origin[:, None]), gl.exp2(m_old - origin)
         l = l * alpha + gl.sum(p, 1)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
-        v_tile = memory.v.index(slot).reshape([KEYS, D])
+        v_tile = memory.v.index(slot).reshape([KEYS, F.D])
         left = gl.convert_layout(p.to(memory.k.dtype), left_operand(ACC))
         acc = warpgroup_mma(left, v_tile, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -308,26 +305,27 @@ def consume(out, inner_out, rows, call, memory, CONSUMER: gl.constexpr, F: gl.co
             local_lo = gl.maximum(steps.local_start(position, call), lo)
             turn, acc, m, l = process_blocks(
                 memory, q, turn, acc, m, l, blocks.local, blocks.num_local, local_lo,
-                gl.where(local_lo < hi, hi, 0), steps.local_start(x.last, call), all_hi, scale_log2,
+                gl.where(local_lo < hi, hi, 0), steps.local_start(x.last, call), all_hi,
+                scale_log2, F,
             )  # fmt: skip
             inner_acc, inner_m, inner_l = acc, m, l
             outer_hi = gl.minimum(hi, local_lo)
             outer_all_hi = gl.minimum(all_hi, steps.local_start(x.first, call))
         turn, acc, m, l = process_blocks(
             memory, q, turn, acc, m, l, blocks.begin, blocks.num_outer, lo, outer_hi, all_lo,
-            outer_all_hi, scale_log2,
+            outer_all_hi, scale_log2, F,
         )  # fmt: skip
         if F.PREFIX:
             turn, acc, m, l = process_blocks(
                 memory, q, turn, acc, m, l, 0, blocks.num_initial, lo * 0,
                 steps.prefix_end(position, call.P, F.PREFIX), 0,
-                steps.prefix_end(x.first, call.P, F.PREFIX), scale_log2,
+                steps.prefix_end(x.first, call.P, F.PREFIX), scale_log2, F,
             )  # fmt: skip
         write(out, rows.lse, smem, acc, m, l, corner, x.row, x.real)
         if F.INNER:
             turn, acc, m, l = process_blocks(
                 memory, q, turn, inner_acc, inner_m, inner_l, 0, blocks.num_initial, lo * 0,
-                gl.minimum(position + 1, floor), 0, gl.minimum(x.first + 1, floor), scale_log2,
+                gl.minimum(position + 1, floor), 0, gl.minimum(x.first + 1, floor), scale_log2, F,
             )  # fmt: skip
             write(inner_out, rows.inner_lse, smem, acc, m, l, corner, x.row, x.real)
         keep(q, smem, call)
@@ -362,19 +360,17 @@ def nsa_flash_fwd_sm90(
 @gluon.jit
 def process_dq_blocks(
     memory, q, d_out, turn, acc, lse, delta, other_lse, other_delta, first, count, lo, hi, other_lo,
-    all_lo, all_hi, scale_log2, BOTH: gl.constexpr, GATED: gl.constexpr,
+    all_lo, all_hi, scale_log2, BOTH: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """Add the contribution of `count` blocks to dq. BOTH: of both softmaxes; the other one covers
     the keys from `other_lo` on."""
-    STAGES: gl.constexpr = memory.k.shape[0]
     ACC: gl.constexpr = acc.type.layout
-    D: gl.constexpr = acc.shape[1]
     zero = gl.zeros([ROWS, KEYS], gl.float32, LOGITS)
     for j in range(0, count):
-        slot = turn % STAGES
-        mbarrier.wait(memory.full.index(slot), (turn // STAGES) & 1)
-        k_tile = memory.k.index(slot).reshape([KEYS, D])
-        v_tile = memory.v.index(slot).reshape([KEYS, D])
+        slot = turn % F.STAGES
+        mbarrier.wait(memory.full.index(slot), (turn // F.STAGES) & 1)
+        k_tile = memory.k.index(slot).reshape([KEYS, F.D])
+        v_tile = memory.v.index(slot).reshape([KEYS, F.D])
         s = warpgroup_mma(q, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         dp = warpgroup_mma(d_out, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         s, dp = warpgroup_mma_wait(0, deps=[s, dp])
@@ -382,11 +378,11 @@ def process_dq_blocks(
         n = n0 + gl.arange(0, KEYS, gl.SliceLayout(0, LOGITS))
         if (n0 < all_lo) | (n0 + KEYS > all_hi):
             s = gl.where((n[None] >= lo[:, None]) & (n[None] < hi[:, None]), s, float("-inf"))
-        _, ds = steps.softmax_grad(s, scale_log2, dp, lse[:, None], delta[:, None], GATED)
+        _, ds = steps.softmax_grad(s, scale_log2, dp, lse[:, None], delta[:, None], F.GATED)
         if BOTH:
             s = gl.where(n[None] >= other_lo[:, None], s, float("-inf"))
             _, other_ds = steps.softmax_grad(
-                s, scale_log2, dp, other_lse[:, None], other_delta[:, None], GATED
+                s, scale_log2, dp, other_lse[:, None], other_delta[:, None], F.GATED
             )
             ds += other_ds
         left = gl.convert_layout(ds.to(memory.k.dtype), left_operand(ACC))
@@ -414,7 +410,6 @@ def load_lse_delta(iteration, i, call, rows, CONSUMER: gl.constexpr, F: gl.const
 @gluon.jit
 def consume_dq(dq, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
     """One consumer warpgroup."""
-    TOKENS: gl.constexpr = CONSUMERS * ROWS // F.G
     D: gl.constexpr = F.D
     ACC: gl.constexpr = accumulator(D)
     i, scale_log2 = gl.arange(0, ROWS, ROW), call.scale * 1.4426950408889634
@@ -442,28 +437,28 @@ def consume_dq(dq, rows, call, memory, CONSUMER: gl.constexpr, F: gl.constexpr):
             turn, acc = process_dq_blocks(
                 memory, q, d_out, turn, acc, lse, delta, other_lse, other_delta, blocks.local,
                 blocks.num_local, lo, hi, steps.local_start(x.position, call), all_lo, all_hi,
-                scale_log2, True, F.GATED,
+                scale_log2, True, F,
             )  # fmt: skip
             # the first local block's keys before the local range are already processed
-            local_begin = steps.local_start(call.start + x.tile * TOKENS, call)
+            local_begin = steps.local_start(call.start + x.tile * (CONSUMERS * F.TOKENS), call)
             local_begin = gl.where(blocks.num_local > 0, local_begin // KEYS * KEYS, call.N)
             hi_before, all_before = gl.minimum(hi, local_begin), gl.minimum(all_hi, local_begin)
         turn, acc = process_dq_blocks(
             memory, q, d_out, turn, acc, lse, delta, lse, delta, blocks.begin, blocks.num_outer, lo,
-            hi_before, lo, all_lo, all_before, scale_log2, False, F.GATED,
+            hi_before, lo, all_lo, all_before, scale_log2, False, F,
         )  # fmt: skip
         if F.INNER:
             floor = call.inner_floor
             turn, acc = process_dq_blocks(
                 memory, q, d_out, turn, acc, other_lse, other_delta, lse, delta, 0,
                 blocks.num_initial, lo * 0, gl.minimum(x.position + 1, floor), lo, 0,
-                gl.minimum(x.first + 1, floor), scale_log2, False, F.GATED,
+                gl.minimum(x.first + 1, floor), scale_log2, False, F,
             )  # fmt: skip
         if F.PREFIX:
             turn, acc = process_dq_blocks(
                 memory, q, d_out, turn, acc, lse, delta, lse, delta, 0, blocks.num_initial, lo * 0,
                 steps.prefix_end(x.position, call.P, F.PREFIX), lo, 0,
-                steps.prefix_end(x.first, call.P, F.PREFIX), scale_log2, False, F.GATED,
+                steps.prefix_end(x.first, call.P, F.PREFIX), scale_log2, False, F,
             )  # fmt: skip
         smem = memory.out.index(CONSUMER)
         keep(q, smem, call)
@@ -510,7 +505,6 @@ def nsa_flash_dq_sm90(
 def produce_dkv(q, d_out, k, v, rows, T, n0, b, h, begin, end, memory, F: gl.constexpr):
     """The producer warp. With INNER it loads lse and delta of both softmaxes."""
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    TOKENS: gl.constexpr = ROWS // F.G
     row = gl.arange(0, ROWS, LANES)
     mbarrier.expect(memory.kv_bar.index(0), CONSUMERS * KEYS * F.D * 4)
     for consumer in gl.static_range(CONSUMERS):
@@ -524,11 +518,11 @@ def produce_dkv(q, d_out, k, v, rows, T, n0, b, h, begin, end, memory, F: gl.con
             hopper.named_barrier("sync", slot, THREADS)
         bar = memory.full.index(slot)
         mbarrier.expect(bar, ROWS * F.D * 4)
-        corner = [b, tile * TOKENS, h * F.G, 0]
+        corner = [b, tile * F.TOKENS, h * F.G, 0]
         hopper.load_box(q, corner, bar, memory.q.index(slot))
         hopper.load_box(d_out, corner, bar, memory.d_out.index(slot))
         # padding rows load the last token's finite lse and delta; they see no key
-        token = gl.minimum(tile * TOKENS + row // F.G, T - 1)
+        token = gl.minimum(tile * F.TOKENS + row // F.G, T - 1)
         row_offset = (b * T + token).to(gl.int64) * (F.K * F.G) + h * F.G + row % F.G
         for index in gl.static_range(4 if F.INNER else 2):
             slot_rows = memory.rows.index(slot * 4 + index)
@@ -628,7 +622,7 @@ def consume_dkv(dk, dv, n0, b, h, tiles, call, memory, CONSUMER: gl.constexpr, F
                 dk_acc, dv_acc = accumulate(
                     k_tile, v_tile, q_tile.slice(first, ROWS // 2 if phase == 0 else ROWS, 0),
                     do_tile.slice(first, ROWS // 2 if phase == 0 else ROWS, 0), dk_acc, dv_acc,
-                    memory.rows, slot, first, call.start + tile * (ROWS // F.G), bounds, masked,
+                    memory.rows, slot, first, call.start + tile * F.TOKENS, bounds, masked,
                     scale_log2, phase == 0, F,
                 )  # fmt: skip
             hopper.named_barrier("arrive", slot, THREADS)
@@ -651,7 +645,7 @@ def nsa_flash_dkv_sm90(
     seen = steps.seen_by(n0, last, call.reach, call.stride, F.KIND)
     seen += steps.seen_by(last, n0, call.reach, call.stride, F.KIND)
     tiles = steps.query_tiles(
-        n0, last, seen, start, T, call, gl.program_id(1), gl.num_programs(1), ROWS // F.G, F.INNER
+        n0, last, seen, start, T, call, gl.program_id(1), gl.num_programs(1), F.TOKENS, F.INNER
     )
     k_smem, v_smem = hopper.buffers(k, CONSUMERS), hopper.buffers(v, CONSUMERS)
     q_smem, do_smem = hopper.buffers(q, F.STAGES), hopper.buffers(d_out, F.STAGES)
@@ -720,17 +714,17 @@ def is_supported(kernel: str, call: Any) -> bool:
 
 def plan(kernel: str, call: Any, gated: bool, add: bool) -> Plan:
     (B, T), (N, K), kv_range, inner = call.q.shape[:2], call.k.shape[1:3], call.kv_range, call.inner
-    options, registers = dict(num_warps=4), REGISTERS
+    options, registers, tokens = dict(num_warps=4), REGISTERS, ROWS.value // call.groups
     if kernel == "forward" and inner is None:
         options["maxnreg"], registers = AVERAGE_REGISTERS, FEWER_REGISTERS
     settings = Settings(
-        K, call.groups, call.q.shape[-1], STAGES[kernel], kv_range.kind, kv_range.stride,
+        K, call.groups, call.q.shape[-1], tokens, STAGES[kernel], kv_range.kind, kv_range.stride,
         inner is not None, 1 if inner is None else inner.stride, call.prefix_kind, gated, add,
         registers,
     )  # fmt: skip
     if kernel == "dkv":
         blocks, most = cdiv(N, 2 * KEYS.value), kv_range.reach + 2 * KEYS.value
-        tiles = cdiv(T if kv_range.wide else min(T, most), ROWS.value // call.groups)
+        tiles = cdiv(T if kv_range.wide else min(T, most), tokens)
         splits = launch.query_splits(blocks * B * K, tiles, kv_range.wide)
         if kv_range.wide:
             fill = launch.query_splits(blocks * B * K, tiles, False)
@@ -761,8 +755,8 @@ def run(kernel: str, launch_plan: Plan, inputs: Any, **args: Any) -> None:
         queries["d_out"] = args["rows"].d_out
     if kernel == "dq":
         queries["dq"] = args["dq"]
-    groups, width = launch_plan.args["F"].G, q.shape[-1]
-    query_box, key_box = [1, ROWS.value // groups, groups, width], [1, KEYS.value, 1, width]
+    F = launch_plan.args["F"]
+    query_box, key_box = [1, F.TOKENS, F.G, F.D], [1, KEYS.value, 1, F.D]
     args |= {name: launch.gluon_box(t, query_box) for name, t in queries.items()}
     args["k"], args["v"] = (launch.gluon_box(t, key_box) for t in (k, v))
     if inputs.prefix is not None:

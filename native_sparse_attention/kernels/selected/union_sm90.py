@@ -30,6 +30,7 @@ LENGTHS = ["T", "limit", "groups", "tiles"]
 
 # consumer warpgroups, which never synchronise with each other, and warps of each
 CONSUMERS, WARPS = gl.constexpr(2), gl.constexpr(4)
+THREADS = gl.constexpr((CONSUMERS.value * WARPS.value + 1) * 32)
 # rows of a warp, which has one member
 ROWS, MEMBERS = 16, CONSUMERS.value * WARPS.value
 # blocks of a chunk; chunks of the ring; keys of a product; registers of a consumer thread
@@ -84,8 +85,7 @@ def produce(q, k, v, unions, ring, F: gl.constexpr):
     """Producer warp. Copies each tile's queries, a consumer's to the slots of keys or of values,
     then its blocks."""
     TOKENS: gl.constexpr = q.block_shape[1]
-    THREADS: gl.constexpr = (CONSUMERS * WARPS + 1) * 32
-    BYTES: gl.constexpr = k.block_shape[1] * (k.block_shape[3] + v.block_shape[3]) * 2
+    BYTES: gl.constexpr = F.s * F.D * 4
     turn = 0
     for nth in range(gl.program_id(0), unions.tiles, gl.num_programs(0)):
         tile, b, r, h, group = tile_coords(nth, unions, F)
@@ -157,13 +157,10 @@ def consume(
     F: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup: attention of its members to their blocks."""
-    THREADS: gl.constexpr = (CONSUMERS * WARPS + 1) * 32
     TOKENS: gl.constexpr = queries.block_shape[1]
     GROUP: gl.constexpr = queries.block_shape[2]
     M: gl.constexpr = TOKENS * GROUP
-    D: gl.constexpr = ring.k.shape[4]
-    E: gl.constexpr = ring.v.shape[4]
-    BLOCK_N: gl.constexpr = ring.k.shape[2]
+    D: gl.constexpr = F.D
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     member = CONSUMER * WARPS + warp_number() % WARPS
     turn = 0
@@ -181,7 +178,7 @@ def consume(
             hopper.named_barrier("arrive", stage * CHUNK + number, THREADS)
         turn += 1
 
-        acc = gl.zeros([M, E], gl.float32, MMA)
+        acc = gl.zeros([M, D], gl.float32, MMA)
         m = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
         l = gl.zeros([M], gl.float32, gl.SliceLayout(1, MMA))
         for j in range(0, n, CHUNK):
@@ -193,15 +190,14 @@ def consume(
                 slot = stage * CHUNK + i
                 if chosen != 0:
                     acc, m, l = fold(
-                        q, ring.k.index(slot).reshape([BLOCK_N, D]),
-                        ring.v.index(slot).reshape([BLOCK_N, E]), acc, m, l, scale_log2,
+                        q, ring.k.index(slot).reshape([F.s, D]),
+                        ring.v.index(slot).reshape([F.s, D]), acc, m, l, scale_log2,
                     )  # fmt: skip
                 hopper.named_barrier("arrive", slot, THREADS)
             turn += 1
         token = (group * CONSUMERS + CONSUMER) * TOKENS
         hopper.finish(
-            acc, m, l, out, lse, combine, b, r, token, T, F.R, F.G, GROUP, WARPS, F.ADD,
-            F.COMBINE,
+            acc, m, l, out, lse, combine, b, r, token, T, GROUP, WARPS, F
         )  # fmt: skip
 
 
