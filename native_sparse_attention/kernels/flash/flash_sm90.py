@@ -703,13 +703,9 @@ def is_supported(kernel: str, call: Any) -> bool:
         return False
     tiles, lines = query_tiles(call)
     enough = forced or tiles * lines >= MIN_TILES * launch.multiprocessors(q.device)
-    layouts = [q, k, v]
-    if prefix is not None:
-        prefixed = (COMPRESSED.value, False), (LOCAL_BLOCKS.value, True)
-        enough = enough and (kv_range.kind, kv_range.causal_prefix) in prefixed
-        # of a prefix that all sequences share TMA reads the first sequence's
-        layouts += [t._replace(stride=(t.stride[0] or t.stride[1], *t.stride[1:])) for t in prefix]
-    return bool(enough and call.scale > 0 and launch.supports_tma(*layouts))
+    # of a prefix that all sequences share TMA reads the first sequence's
+    prefix = (t._replace(stride=(t.stride[0] or t.stride[1], *t.stride[1:])) for t in prefix or ())
+    return bool(enough and call.scale > 0 and launch.supports_tma(q, k, v, *prefix))
 
 
 def plan(kernel: str, call: Any, gated: bool, add: bool) -> Plan:

@@ -165,12 +165,12 @@ HOPPER = {
         [
             {}, {"H": 8}, {"H": 1}, {"kind": device.COMPRESSED}, {"inner": True}, HALF, NARROW,
             {"kind": device.LOCAL_BLOCKS}, {"kind": device.LOCAL_BLOCKS, "prefix": True},
-            {"allowed": None, "T": 144, "S": 100},
+            {"prefix": True}, {"allowed": None, "T": 144, "S": 100},
         ],
         [
             *REFUSED, {"D": 64}, {"E": 64}, {"D": 96, "E": 96}, {"H": 12}, {"H": 3},
             {"kind": device.EVERYTHING}, {"kind": device.COMPRESSED, "inner": True},
-            {"prefix": True}, {"ragged": True}, {"T": 0}, {"S": 0}, {"step": 2}, {"sized": True},
+            {"ragged": True}, {"T": 0}, {"S": 0}, {"step": 2}, {"sized": True},
             {"allowed": None, "T": 136, "S": 100},
         ],
     ),
