@@ -22,7 +22,6 @@ the chunk's pairs.
 from __future__ import annotations
 
 import functools
-import math
 from collections import namedtuple
 from collections.abc import Iterator
 from itertools import product
@@ -277,7 +276,7 @@ class CSR:
 
 # memory of a chunk's partial results relative to q. A chunk has at least `tokens` tokens, as far as
 # `max_ratio` allows
-Budget = namedtuple("Budget", "ratio tokens max_ratio", defaults=(math.inf,))
+Budget = namedtuple("Budget", "ratio tokens max_ratio")
 # by query heads a KV head. `max_ratio` keeps a forward and a backward pass below 1.5 times the
 # memory of dense attention for few tokens too
 BUDGETS = {
