@@ -364,7 +364,8 @@ def quantize(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     product of x and `127 / largest` rounded half to even, and `largest / 127`."""
     largest = largest.clamp(min=1e-30)
     exact = torch.float32 if x.device.type == "mps" else torch.float64  # all that MPS has
-    integers = (x.to(exact) * (127 / largest).to(exact)).round()
+    factor = torch.full_like(largest, 127) / largest  # torch rounds twice in `127 / largest`
+    integers = (x.to(exact) * factor.to(exact)).round()
     return integers.to(x.dtype), largest * (1 / 127)
 
 
