@@ -108,7 +108,8 @@ def ranking_loss(
     position = row if positions is None else positions[: len(row)].gather(1, row)
     if documents is not None:
         position = position.expand(b, -1)
-        documents = Documents(*(t.expand(b, -1).take_along_dim(row, 1) for t in documents))
+        rows = row.expand(b, -1)
+        documents = Documents(*(t.expand(b, -1).gather(1, rows) for t in documents))
         is_token = is_token & (position < documents.last)  # others lie between documents
     j = torch.arange(n, device=device)
     visible = (j <= position[..., None]) | (not config.causal)

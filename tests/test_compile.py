@@ -34,6 +34,7 @@ CALLS = {
     "padded": lambda n: dict(mask=torch.arange(n)[None] > 2),
     "packed": lambda n: dict(cu_seqlens=torch.tensor([0, 4, n])),
     "ranking loss": lambda n: dict(ranking_queries=torch.tensor([9, 17, 19])),
+    "ranking loss, packed": lambda n: CALLS["packed"](n) | CALLS["ranking loss"](n),
 }
 FORMS = [
     (dict(branches=("window",)), "plain"),
@@ -45,6 +46,8 @@ FORMS = [
     (SETTINGS["one softmax"], "packed"),
     (SETTINGS["default"], "packed"),
     (SETTINGS["learned ranking"], "ranking loss"),
+    (SETTINGS["learned ranking"], "ranking loss, packed"),
+    (dict(use_diff_topk=True, selection_stride=2), "plain"),
 ]
 
 
@@ -53,7 +56,7 @@ FORMS = [
 def test_one_graph_for_any_length(settings, call, compiled):
     module = layer(torch.float32, **settings)
     # autograd's graph must foresee the strides of values that are padded by nothing
-    backend = "aot_eager" if torch.cuda.is_available() or call == "ranking loss" else "eager"
+    backend = "aot_eager" if torch.cuda.is_available() or "loss" in call else "eager"
     run, counter = compiled(module, backend, dynamic=True)
     graphs = 0
     for n in (40, 57):

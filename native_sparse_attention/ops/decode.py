@@ -266,7 +266,7 @@ def read_leaders(ranking: Tensor, starts: Tensor) -> Tensor:
     """The block indices [B, R_, n] of the token before position `starts` [B], from the `ranking` of
     `decode_attention`: those of the group, for tokens whose group began before."""
     last = ((starts.long() - 1) % ranking.shape[2])[:, None, None, None]
-    return ranking.take_along_dim(last, 2)[:, :, 0]
+    return ranking.gather(2, last.expand(-1, ranking.shape[1], -1, ranking.shape[3]))[:, :, 0]
 
 
 def write_rankings(ranking: Tensor, block_indices: Tensor, starts: Tensor, ends: Tensor) -> None:
@@ -276,7 +276,8 @@ def write_rankings(ranking: Tensor, block_indices: Tensor, starts: Tensor, ends:
     width = min(T, size)
     position = ends.long()[:, None] - width + torch.arange(width, device=ranking.device)
     t, slots = (x[:, None, :, None] for x in (position - starts[:, None], position % size))
-    new = block_indices.transpose(1, 2).take_along_dim(t.clamp(min=0), 2)
+    new = block_indices.transpose(1, 2)
+    new = new.gather(2, t.clamp(min=0).expand(-1, heads, -1, new.shape[3]))
     new = F.pad(new, (0, n - new.shape[3]), value=-1)
     slots = slots.expand(-1, heads, -1, n)
     ranking.scatter_(2, slots, torch.where(t < 0, ranking.gather(2, slots), new))

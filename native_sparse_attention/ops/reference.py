@@ -541,7 +541,8 @@ def selection_gates(
     call, i, rows, group = ranked_queries(call, config)
     if group is None:
         return gate(call, i, config, block_indices)
-    gates = gate(call, i, config, block_indices.take_along_dim(rows[..., None, None], 1))
+    rows = rows[..., None, None].expand(-1, -1, *block_indices.shape[2:])
+    gates = gate(call, i, config, block_indices.gather(1, rows))
     return share(gates, group, gates.new_ones(()))
 
 
