@@ -219,10 +219,6 @@ def test_other_caches_run_outside_of_the_graph(compiled):
 # export
 
 BATCH, LENGTH = torch.export.Dim("batch", max=64), torch.export.Dim("length", max=4096)
-# torch 2.8 asks of a size whether it is 0, in its product of matrices
-of_any_length = pytest.mark.skipif(
-    torch.__version__.startswith("2.8."), reason="a dynamic length needs torch 2.9 or later"
-)
 EXPORTED = {
     "causal": dict(interpolated_importance_score=True, selection_stride=4, use_diff_topk=True),
     "both sides": dict(
@@ -234,6 +230,9 @@ EXPORTED = {
     ),
     "index, dense at first": dict(branches=("selected",), importance="index", dense_length=16),
 }  # fmt: skip
+# torch 2.8 asks of a number of windows whether it is 0, in a network's product of matrices
+if torch.__version__.startswith("2.8."):
+    del EXPORTED["causal"]
 
 
 def assert_exports(module, example, lengths, save=False):
@@ -252,7 +251,6 @@ def assert_exports(module, example, lengths, save=False):
 
 
 @pytest.mark.slow(one_of=4)
-@of_any_length
 @pytest.mark.parametrize("form", EXPORTED)
 def test_exported_layer_of_any_length(form):
     module = SparseAttention(**SIZES | dict(causal=True) | EXPORTED[form])
@@ -260,7 +258,6 @@ def test_exported_layer_of_any_length(form):
 
 
 @pytest.mark.slow(one_of=2)
-@of_any_length
 # torch's own, as it loads
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 @pytest.mark.parametrize("sparse", [False, True])

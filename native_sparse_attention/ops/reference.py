@@ -389,7 +389,7 @@ def quantize_keys(ck: Tensor, d: int, s: int) -> tuple[Tensor, Tensor]:
     num_blocks = free_size(-(-W // per_block))
     largest = F.pad(ck.abs().amax(dim=-1), (0, 0, 0, num_blocks * per_block - W))
     largest = largest.unflatten(1, (num_blocks, per_block)).amax(dim=2)
-    largest = repeat(largest, "b c k -> b (c w) k 1", w=per_block)[:, :W]
+    largest = repeat(largest, "b c k -> b (c w) k 1", w=per_block).narrow(1, 0, W)
     integers, size = quantize(ck, largest)
     return integers, rearrange(size, "b w k 1 -> b k 1 1 w")
 
