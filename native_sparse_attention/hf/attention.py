@@ -242,10 +242,12 @@ def use_dense_attention(model: Model) -> Model:
     replaced. `model.config` then keeps no settings. Without sparse attention it changes nothing.
     """
     decoder = check_model(model, is_switched=False)
-    if decoder.config._attn_implementation == NAME:
-        vars(decoder.config).pop("attn_implementation", None)
-        saved = vars(decoder.config).pop(KEY, None) or {}
-        decoder.set_attn_implementation(saved.get(REPLACED, "sdpa"))
+    is_sparse, config = decoder.config._attn_implementation == NAME, vars(decoder.config)
+    if is_sparse or config.get("attn_implementation") == NAME:  # that of its file
+        config.pop("attn_implementation", None)
+        saved = config.pop(KEY, None) or {}
+        if is_sparse:
+            decoder.set_attn_implementation(saved.get(REPLACED, "sdpa"))
     return model
 
 

@@ -101,6 +101,9 @@ def test_settings_change_and_go():
     assert model.config._attn_implementation == "eager"
     assert model.config.to_dict() == config
     close(model(text).logits, dense, tol=0)
+    use_sparse_attention(model).set_attn_implementation("eager")
+    use_dense_attention(model)
+    assert model.config.to_dict() == config  # else its file would say "nsa"
     use_dense_attention(model)
     assert all(p.equal(before[name]) for name, p in model.state_dict().items())
 
