@@ -18,14 +18,14 @@ import base64
 import html
 import json
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import INTEGER_DTYPES, refusal
+from ..checks import INTEGER_DTYPES, check_type, refusal
 from ..generate import evaluating
 from .collector import Reading, collect
 
@@ -104,6 +104,10 @@ def page(
         ids = torch.empty(0)
     if ids.ndim != 1 or ids.dtype not in INTEGER_DTYPES or not len(ids):
         raise refusal("tokens", "ids [n] of one text", tokens)
+    check_type("texts", texts, Iterable, f"{len(ids)} strings, one a token")
+    check_type("title", title, str, "a string")
+    kwargs = {} if model_kwargs is None else model_kwargs
+    check_type("model_kwargs", kwargs, Mapping, "a dict or None")
     texts = list(texts)
     if len(texts) != len(ids) or not all(isinstance(text, str) for text in texts):
         raise refusal("texts", f"{len(ids)} strings, one a token", texts)
@@ -113,7 +117,7 @@ def page(
         torch.no_grad(),
     ):
         device = next((weight.device for weight in model.parameters()), None)
-        model(ids[None].to(device), **(model_kwargs or {}))
+        model(ids[None].to(device), **kwargs)
     readings = collection.forward()
     for reading in readings:
         if reading.length != len(ids) or reading.documents is not None:
@@ -164,6 +168,7 @@ def token_texts(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
     Of tokens that share a character the last has it, and the others have "·". Control characters,
     and others that a reader does not see, are pictures or codes such as <U+202E>.
     """
+    check_type("text", text, str, "a string")
     ids, pieces = list(tokenizer(text, verbose=False)["input_ids"]), []
     for i in range(len(ids)):
         prefix, longer = (

@@ -113,11 +113,15 @@ def test_four_thousand_tokens_take_less_than_five_megabytes():
         (([], []), r"tokens must be ids \[n\]"),
         (([0.5], ["a"]), r"tokens must be ids \[n\]"),
         (("bees", ["a"]), r"tokens must be ids \[n\] of one text, got 'bees'"),
+        (([1], None), "texts must be 1 strings, one a token, got None"),
+        (([1], ["a"], dict(title=None)), "title must be a string, got None"),
+        (([1], ["a"], dict(model_kwargs="x")), "model_kwargs must be a dict or None, got 'x'"),
     ],
 )
 def test_bad_arguments(args, message):
+    tokens, texts, *options = args
     with pytest.raises(ValueError, match=message):
-        page(model(), *args)
+        page(model(), tokens, texts, **dict(*options))
 
 
 def test_some_tokens_of_some_layers():

@@ -51,3 +51,5 @@ def test_decoded_pieces_are_the_text(text, errors):
     ids, pieces = token_texts(tokenizer, text)
     assert len(pieces) == len(ids) and tokenizer.most <= 9
     assert "".join(pieces).replace("·", "") == "".join(map(visible, text))
+    with pytest.raises(ValueError, match="text must be a string, got"):
+        token_texts(text, tokenizer)
