@@ -224,6 +224,9 @@ class NSAModelConfig(PreTrainedConfig):
             "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
         ):  # fmt: skip
             setattr(self, name, check_int(name, getattr(self, name), 1))
+        if self.num_attention_heads % self.num_key_value_heads:
+            expected = f"a multiple of num_key_value_heads={self.num_key_value_heads}"
+            raise refusal("num_attention_heads", expected, self.num_attention_heads)
         if self.head_dim is None:
             self.head_dim, remainder = divmod(self.hidden_size, self.num_attention_heads)
             if remainder:

@@ -31,6 +31,7 @@ from ..checks import (
     check_int,
     check_keywords,
     check_model,
+    check_shapes,
     check_tensor,
     check_type,
     describe,
@@ -195,6 +196,13 @@ def no_positions(x: Tensor, position_ids: Tensor) -> None:
     """In place of the rotary embedding of a Llama: layers have their own."""
 
 
+def check_inputs(input_ids: Any, inputs_embeds: Any, embedding: nn.Module) -> Tensor | None:
+    """Check what a model is called on. Returns the ids as int64."""
+    if inputs_embeds is not None:
+        check_shapes(inputs_embeds=(inputs_embeds, "b n d"))
+    return None if input_ids is None else check_ids("input_ids", input_ids, embedding)
+
+
 class NSAPreTrainedModel(LlamaPreTrainedModel):
     """What models of `NSAModelConfig` share: loading, saving and initial weights."""
 
@@ -264,9 +272,9 @@ class NSAModel(NSAPreTrainedModel, LlamaModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and "ranking" not in arguments
         use_cache = check_bool("use_cache", use_cache)
-        if input_ids is not None:
-            input_ids = check_ids("input_ids", input_ids, self.embed_tokens)
-        if not isinstance(attention_mask, (Tensor, NSAMask, type(None))):
+        input_ids = check_inputs(input_ids, inputs_embeds, self.embed_tokens)
+        is_mask = isinstance(attention_mask, (Tensor, NSAMask, type(None)))
+        if not is_mask or getattr(attention_mask, "ndim", 2) < 2:
             raise refusal("attention_mask", "a tensor [B, S] or None", attention_mask)
         x = input_ids if inputs_embeds is None else inputs_embeds
         has_cache = use_cache or cache
@@ -320,9 +328,10 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
         """
         targets, weight = arguments.get("shift_labels"), None
         x: Any = input_ids if inputs_embeds is None else inputs_embeds
-        if x is None or getattr(x, "ndim", 2) < 2:  # a list is refused below, with a hint
+        if x is None or getattr(x, "ndim", 2) < 2:
             form = "exactly one of input_ids or inputs_embeds, of shape [b, n, ..]"
             raise ValueError(f"give {form}, got {describe(x)}")
+        input_ids = check_inputs(input_ids, inputs_embeds, self.model.embed_tokens)
         if ranking_weights is not None:
             check_choice("ranking_weights", ranking_weights, WEIGHTS)
         for name, given in (("labels", labels), ("shift_labels", targets)):

@@ -102,7 +102,10 @@ def test_calls_of_another_form_are_refused():
         (dict(input_ids=text, labels=text.float()), r"labels must be integers of shape \[1, 12\]"),
         (dict(input_ids=text, labels="x"), r"labels must be integers of shape \[1, 12\]"),
         (dict(input_ids=text, shift_labels=text[0]), "shift_labels must be integers of shape"),
+        (dict(input_ids=[[3]], labels=text), "input_ids must be a tensor of integers"),
+        (dict(inputs_embeds=[[3]], labels=text), "inputs_embeds must be a tensor of shape"),
         (dict(input_ids=text, attention_mask="x"), "attention_mask must be a tensor"),
+        (dict(input_ids=text, attention_mask=torch.tensor(1)), "attention_mask must be a tensor"),
         (
             dict(input_ids=text, position_ids=torch.arange(5)[None]),
             "position_ids must be of 12 tokens, got a",
@@ -155,6 +158,7 @@ def test_settings_are_those_of_the_preset_and_go_through_json(tmp_path):
     [
         (dict(hidden_size=0), "hidden_size must be an integer of at least 1, got 0"),
         (dict(head_dim=None, hidden_size=30), "head_dim must be given .*hidden_size=30"),
+        (dict(num_key_value_heads=3), "num_attention_heads must be a multiple of num_key"),
         (dict(head_dim=7), "head_dim must be even for rotary embedding, got 7"),
         (dict(rope_theta=-1.0), "rope_theta must be a finite number above 0, got -1.0"),
         (dict(qk_norm="yes"), "qk_norm must be True or False, got 'yes'"),
