@@ -281,7 +281,10 @@ def load_converted(path: str | Path, **settings: Any) -> nn.Module:
         raise refusal("path", "a folder of a converted model", got=f"{path}")
     setattr(text, CONVERTED_KEY, completed(saved, settings))
     vars(text).setdefault("quantization_config", dict(quant_method=configuration.LOADER))
-    architecture = getattr(transformers, config.architectures[0])
+    name, *_ = config.architectures or ("none",)
+    if (architecture := getattr(transformers, name, None)) is None:
+        got = f"a model of class {name}: call its from_pretrained"
+        raise refusal("path", "a folder of a model of transformers", got=got)
     with quiet(folder):
         model, report = architecture.from_pretrained(
             folder, config=config, dtype="auto", attn_implementation=NAME,

@@ -184,6 +184,10 @@ def test_files_that_cannot_be_loaded_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             load_converted(path, **settings)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(architectures=["Mine"])))
+    with pytest.raises(ValueError, match="path must be .* class Mine: call its from_pretrained"):
+        load_converted(tmp_path)
 
 
 # what is refused
