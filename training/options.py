@@ -35,7 +35,7 @@ class number:
 
 def layer_indices(text: str) -> str:
     """The kind of `--local-layers`."""
-    if text in ("auto", "none") or re.fullmatch(r"\d+(,\d+)*", text):
+    if text in ("auto", "none") or re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text):
         return text
     raise argparse.ArgumentTypeError(f"{text!r} is not auto, none or indices such as 0,2")
 

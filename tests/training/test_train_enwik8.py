@@ -198,6 +198,7 @@ def test_text_is_decoded_across_bytes_and_kept_from_the_terminal():
         (["--steps", "0"], "--steps: 0 is out of range"),
         (["--attention", "other"], "--attention: invalid choice"),
         (["--local-layers", "1;3"], "'1;3' is not auto, none or indices such as 0,2"),
+        (["--local-layers", "9" * 5000], "is not auto, none or indices such as 0,2"),
         (["--local-layers", "9"], "--local-layers has layer 9, but --depth 1 begins at 0"),
         (
             ["--attention", "dense", "--local-layers", "0"],
