@@ -151,8 +151,10 @@ def attention(
         rankings = getattr(key, "nsa_rankings", {} if leads else None)
         if rankings is not None:
             num_heads = (k if config.query_heads_share_selected_kv else q).shape[2]
-            place = getattr(module, "layer_idx", None), key, num_heads, config.leader_slots
-            ranking, is_new = rankings_of(rankings, *place)
+            # other sizes than those of the call before make them numbers of other blocks
+            sizes = config.selection_block_size, config.num_selected_groups
+            place = (getattr(module, "layer_idx", None), *sizes), key, num_heads
+            ranking, is_new = rankings_of(rankings, *place, config.leader_slots, num_earlier, L)
             leads &= is_new
     ck: Tensor | None = None
     if ranks and l == d == 1:  # tokens rank blocks

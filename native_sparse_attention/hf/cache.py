@@ -43,16 +43,18 @@ def kept_means(key: Tensor, l: int, d: int) -> Tensor | None:
 
 
 def rankings_of(
-    rankings: dict[Any, Tensor], index: Any, key: Tensor, heads: int, n: int
+    rankings: dict[Any, Any], index: Any, key: Tensor, heads: int, n: int, start: Any, end: Any
 ) -> tuple[Tensor, bool]:
-    """Of those that a `SparseLayer` keeps with its keys those of a layer of the model, and whether
-    they are new: block indices [B R_ RANKED_TOKENS n], each at the position of its token modulo
-    RANKED_TOKENS, or -1."""
-    found, shape = rankings.get(index), (len(key), heads, RANKED_TOKENS, n)
-    if found is not None and found.shape == shape:
-        return found, False
-    rankings[index] = allocate_zeros(key, *shape, dtype=torch.int32).fill_(-1)
-    return rankings[index], True
+    """Of those that a `SparseLayer` keeps with its keys those of a layer of the model, for a call
+    of the tokens from start to end, and whether they are new, as after tokens that were not ranked:
+    block indices [B R_ RANKED_TOKENS n], each at the position of its token modulo RANKED_TOKENS, or
+    -1."""
+    (found, last), shape = rankings.get(index, (None, 0)), (len(key), heads, RANKED_TOKENS, n)
+    is_new = found is None or found.shape != shape or last < start
+    if is_new:
+        found = allocate_zeros(key, *shape, dtype=torch.int32).fill_(-1)
+    rankings[index] = found, end
+    return found, is_new
 
 
 def window_sizes(config: Any) -> tuple[int, int]:
@@ -72,7 +74,7 @@ class SparseLayer(DynamicLayer):
         self.values: Any
         self.windows = (l, d)
         self.stores: dict[str, Tensor] = {}
-        self.rankings: dict[Any, Tensor] = {}
+        self.rankings: dict[Any, Any] = {}
         self.most_tokens = 0  # that it has held with these rankings
 
     def update(
@@ -122,7 +124,7 @@ class SparseLayer(DynamicLayer):
 
     def change_rankings(self, change: Callable[[Tensor], Tensor]) -> None:
         with torch.inference_mode(False):  # else no other mode could write
-            self.rankings = {index: change(t) for index, t in self.rankings.items()}
+            self.rankings = {i: (change(t), end) for i, (t, end) in self.rankings.items()}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)

@@ -62,6 +62,23 @@ def test_pieces_are_one_forward(form, left, monkeypatch):
     assert pieces(model, batch, cache, 31, 32).isfinite().all()  # its first token ranks
 
 
+@pytest.mark.parametrize("change", [None, dict(selection_block_size=16)], ids=str)
+@torch.no_grad()
+def test_tokens_that_other_settings_read_have_no_rankings(change):
+    """The first token after them ranks, as over a cache that keeps none."""
+    (ids,), outs = models.prompts(118), []
+    settings = models.SPARSE | dict(selection_stride=8, selection_block_size=8)
+    for kind in (models.dynamic, lambda model: hf.SparseCache(model.config)):
+        model = hf.use_sparse_attention(models.tiny(), **settings)
+        cache = kind(model)
+        models.call(model, ids[:, : 35 if change is None else 117], cache)
+        if change is None:
+            models.call(hf.use_dense_attention(model), ids[:, 35:117], cache)
+        hf.use_sparse_attention(model, **settings | (change or {}))
+        outs.append(models.call(model, ids[:, 117:], cache))
+    models.close(*outs)
+
+
 @pytest.mark.parametrize("way", [dict(num_beams=3), dict(prompt_lookup_num_tokens=3)], ids=str)
 @torch.no_grad()
 def test_generate(way):
