@@ -164,7 +164,7 @@ def test_a_layer_that_ranks_nothing():
 @pytest.mark.parametrize("name", SETTINGS)
 def test_layers_that_share_a_ranking(name, recompute):
     """Layers 1, 4 and 5 read what the layer before them ranked: the loss and its gradients, packed
-    documents, and a cache."""
+    documents, and a cache, also of no rows."""
     shared = dict(share_ranking=[0, 3], local_layers=[2], activation_checkpointing=recompute)
     net = Transformer(64, 32, 6, config=config_of(**SETTINGS[name]), **shared).to(DEVICE)
     rules = [attention.importance == "given" for attention, _ in net.layers]
@@ -192,6 +192,8 @@ def test_layers_that_share_a_ranking(name, recompute):
         cache, bounds = net.new_cache(), ((0, 33), (33, 34), (34, 70))
         parts = [net(ids[:, a:b], cache=cache) for a, b in bounds]
         torch.testing.assert_close(torch.cat(parts, 1), logits, atol=1e-4, rtol=1e-4)
+        cache = net.new_cache()
+        assert all(net(ids[:0, a:b], cache=cache).shape == (0, b - a, 64) for a, b in bounds)
         packed = net(ids[:1], cu_seqlens=torch.tensor([0, 29, 70]))
         torch.testing.assert_close(packed[:, 29:], net(ids[:1, 29:]), atol=1e-4, rtol=1e-4)
 

@@ -381,7 +381,8 @@ class KVCache:
             start: int | Tensor = len(self)
             if not is_even:
                 held = self._known.get("lengths")  # a CUDA graph copies nothing from the host
-                start = torch.tensor(starts, device=device) if held is None else held.long()
+                known = starts if held is None else held
+                start = torch.as_tensor(known, dtype=torch.long, device=device)
             if any(count != n for count in counts):
                 real = torch.tensor(counts, dtype=torch.int32).to(device, non_blocking=True)
             return NewTokens(start, real, n, (starts, counts))
