@@ -360,13 +360,13 @@ def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
 
 
 def quantize(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """8-bit integers of x, as floats, where |x| is at most `largest`, and their size: the exact
-    product of x and `127 / largest` rounded half to even, and `largest / 127`."""
-    largest = largest.clamp(min=1e-30)
-    exact = torch.float32 if x.device.type == "mps" else torch.float64  # all that MPS has
-    factor = torch.full_like(largest, 127) / largest  # torch rounds twice in `127 / largest`
-    integers = (x.to(exact) * factor.to(exact)).round()
-    return integers.to(x.dtype), largest * (1 / 127)
+    """8-bit integers of x, as floats, where |x| is at most `largest`, and their size: x times a
+    factor, rounded half to even, and the inverse of the factor. This is `127 / largest` cut to 12
+    bits, so that products with half precisions are exact, however they are computed."""
+    # torch rounds twice in `127 / largest`
+    factor = (torch.full_like(largest, 127) / largest.clamp(min=1e-30)).float()
+    factor = (factor.view(torch.int32) & -4096).view(torch.float32)
+    return (x * factor).round(), factor.reciprocal()
 
 
 def quantize_queries(q: Tensor, kv_heads: int, config: AttentionConfig) -> Tensor:

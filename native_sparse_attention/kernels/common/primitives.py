@@ -163,25 +163,32 @@ def two_halves(x, ROWS: tl.constexpr = 1):
 
 
 @triton.jit
-def integers(x, largest):
-    """8-bit integers of x [M, D] of float32, as floats, where |x| is at most `largest` [M]:
-    `reference.quantize`. Products are exact: rounded once, where 12582912 is added."""
-    factor = tl.div_rn(tl.full(largest.shape, 127.0, tl.float32), tl.maximum(largest, 1e-30))
-    return tl.fma(x, factor[:, None], tl.full(x.shape, 12582912.0, tl.float32)) - 12582912.0
+def divided(x, y):
+    """The quotient of a constant x and a tensor y, rounded once."""
+    return tl.div_rn(tl.full(y.shape, x, tl.float32), y)
 
 
 @triton.jit
-def size_of_integers(largest):
-    return tl.maximum(largest, 1e-30) * 0.007874015748031496
+def factor_of_integers(largest):
+    """The factor of `reference.quantize`, for numbers up to `largest`."""
+    factor = divided(127.0, tl.maximum(largest, 1e-30))
+    return (factor.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_even(x):
+    """Floats below 2^22 rounded half to even."""
+    return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def quantize(x, ROWS: tl.constexpr):
-    """`integers` of rows x [M, D], and their sizes [M], one for each ROWS of them."""
+    """Rows x [M, D] of float32 as 8-bit integers, as floats, and their sizes [M], one for each ROWS
+    of them: `reference.quantize`."""
     M: tl.constexpr = x.shape[0]
-    largest = tl.max(tl.reshape(tl.abs(x), [M // ROWS, ROWS * x.shape[1]]), 1)
-    largest = tl.reshape(tl.broadcast_to(largest[:, None], [M // ROWS, ROWS]), [M])
-    return integers(x, largest), size_of_integers(largest)
+    factor = factor_of_integers(tl.max(tl.reshape(tl.abs(x), [M // ROWS, ROWS * x.shape[1]]), 1))
+    factor = tl.reshape(tl.broadcast_to(factor[:, None], [M // ROWS, ROWS]), [M])
+    return round_even(x * factor[:, None]), divided(1.0, factor)
 
 
 @triton.jit

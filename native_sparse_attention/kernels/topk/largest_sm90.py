@@ -90,22 +90,21 @@ def nsa_topk_key_tiles(ck, keys, sizes, W, K, C, GROUPS, sign, F: tl.constexpr):
         x = tl.abs(steps.load_rows(ck.ptr, rows, F.D, F.D, n >= 0).to(tl.float32))
         x = tl.reshape(tl.max(x, 1), [16, 4, 2])
         largest = tl.maximum(largest, tl.max(tl.max(x, 2), 0))
-    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
-    factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True) * sign
-    factor = tl.sum(tl.where(i[None] == block[:, None], factor[None], 0.0), 1)
-    size = (exponent << 23).to(tl.float32, bitcast=True)
     if F.BITS == 8:
-        size = steps.size_of_integers(largest)
-        key_largest = tl.sum(tl.where(i[None] == block[:, None], largest[None], 0.0), 1)
+        factor = steps.factor_of_integers(largest)
+        size = steps.divided(1.0, factor)
+    else:
+        exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+        factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        size = (exponent << 23).to(tl.float32, bitcast=True)
+    factor = tl.sum(tl.where(i[None] == block[:, None], factor[None] * sign, 0.0), 1)
     tl.store(sizes + line.to(tl.int64) * (GROUPS * 4) + group * 4 + i, size)
     for step in range(F.STEPS):
         w = tl.minimum(tl.minimum(c, C - 1) * F.PER_BLOCK + step * 32 + key, W - 1)
         rows = b * ck.b + h * ck.h + w.to(tl.int64) * ck.n
-        x = steps.load_rows(ck.ptr, rows, F.D, F.D, n >= 0).to(tl.float32)
+        x = steps.load_rows(ck.ptr, rows, F.D, F.D, n >= 0).to(tl.float32) * factor[:, None]
         if F.BITS == 8:
-            x = steps.integers(x, key_largest) * sign
-        else:
-            x *= factor[:, None]
+            x = steps.round_even(x)
         row = ((line.to(tl.int64) * GROUPS + group) * F.STEPS + step) * 128 + n
         tl.store(keys + row[:, None] * F.D + tl.arange(0, F.D)[None], x.to(keys.dtype.element_ty))
 

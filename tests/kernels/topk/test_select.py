@@ -1,6 +1,8 @@
 """Rankings that are hard for the kernels: ties, lists that lose blocks, many tokens, integers. The
 table (`tests/ops/test_table.py`) holds the others."""
 
+import math
+
 import pytest
 import torch
 
@@ -161,9 +163,11 @@ def test_integers_of_8_bits(D, size, settings, dtype, form):
 
 
 def integers(x):
-    largest = x.abs().max().clamp(min=1e-30)
-    factor = torch.tensor(127.0).div(largest).double()  # rounded once
-    return (x.double() * factor).round().to(torch.int64), largest * (1 / 127)
+    quotient = torch.tensor(127.0).div(x.abs().max().clamp(min=1e-30)).item()
+    mantissa, exponent = math.frexp(quotient)
+    factor = math.ldexp(math.floor(mantissa * 2**12), exponent - 12)
+    size = torch.tensor(1.0).div(torch.tensor(factor))
+    return (x.double() * factor).round().to(torch.int64), size
 
 
 def by_hand(q, ck, i):
