@@ -274,7 +274,7 @@ class NSAModel(NSAPreTrainedModel, LlamaModel):
         use_cache = check_bool("use_cache", use_cache)
         input_ids = check_inputs(input_ids, inputs_embeds, self.embed_tokens)
         is_mask = isinstance(attention_mask, (Tensor, NSAMask, type(None)))
-        if not is_mask or getattr(attention_mask, "ndim", 2) < 2:
+        if not is_mask or getattr(attention_mask, "ndim", 1) == 0:
             raise refusal("attention_mask", "a tensor [B, S] or None", attention_mask)
         x = input_ids if inputs_embeds is None else inputs_embeds
         has_cache = use_cache or cache

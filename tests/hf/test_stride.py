@@ -68,14 +68,14 @@ def test_tokens_that_other_settings_read_have_no_rankings(change):
     """The first token after them ranks, as over a cache that keeps none."""
     (ids,), outs = models.prompts(118), []
     settings = models.SPARSE | dict(selection_stride=8, selection_block_size=8)
-    for kind in (models.dynamic, lambda model: hf.SparseCache(model.config)):
+    for kind in (batches.dynamic, lambda model: hf.SparseCache(model.config)):
         model = hf.use_sparse_attention(models.tiny(), **settings)
         cache = kind(model)
-        models.call(model, ids[:, : 35 if change is None else 117], cache)
+        batches.call(model, ids[:, : 35 if change is None else 117], cache)
         if change is None:
-            models.call(hf.use_dense_attention(model), ids[:, 35:117], cache)
+            batches.call(hf.use_dense_attention(model), ids[:, 35:117], cache)
         hf.use_sparse_attention(model, **settings | (change or {}))
-        outs.append(models.call(model, ids[:, 117:], cache))
+        outs.append(batches.call(model, ids[:, 117:], cache))
     models.close(*outs)
 
 
