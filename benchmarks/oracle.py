@@ -259,9 +259,9 @@ def block_weights(setting: Setting, importance: str, num_windows: int, like: Ten
 
 def integers(x: Tensor) -> tuple[Tensor, Tensor]:
     """The 8-bit integers of x [n m d], in fp32, and what one of them is worth for each of n."""
-    x = x.float()
-    size = x.abs().amax((1, 2), keepdim=True) * (1 / 127)
-    return (x / size).round().nan_to_num(), size[:, 0, 0]
+    mantissa, exponent = (127 / x.abs().amax((1, 2), keepdim=True)).frexp()
+    factor = torch.ldexp((mantissa * 2**12).floor(), exponent - 12)
+    return (x * factor).round().nan_to_num(), factor.reciprocal()[:, 0, 0]
 
 
 def block_scores(setting: Setting, importance: str, q: Tensor, ck: Tensor, i: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ def block_scores(setting: Setting, importance: str, q: Tensor, ck: Tensor, i: Te
         whole = ck[: blocks * setting.s // setting.d].unflatten(0, (blocks, -1))
         asks, size = q.mean(1, keepdim=True) if importance == "max" else q, q.new_ones(())
         if setting.bits == 8:
-            asks, (whole, size) = integers(asks)[0], integers(whole)
+            asks, (whole, size) = integers(asks.float())[0], integers(whole.float())
         found = []
         for ask in asks.unbind(1):
             sim = torch.einsum("rd,cwd->rcw", ask, whole)
