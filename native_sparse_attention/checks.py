@@ -372,7 +372,7 @@ def check_documents(
     """Check `varlen.Documents` of queries [b p] at positions from `q_offset` on; or None."""
     if documents is None:
         return
-    if getattr(documents, "_fields", None) != ("first", "last"):
+    if not (hasattr(documents, "first") and hasattr(documents, "last")):
         raise refusal("documents", "varlen.Documents", documents)
     for name, t in (("documents.first", documents.first), ("documents.last", documents.last)):
         check_given(**{name: t})
