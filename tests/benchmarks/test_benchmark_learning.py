@@ -107,7 +107,7 @@ def test_processes_share_the_runs(tmp_path, monkeypatch):
     """A signal stops a run at a checkpoint. A run that another process has is left to it, one that
     failed is told and tried again; later calls find the rows, and append none."""
     out, work = tmp_path / "rows.jsonl", tmp_path / "work"
-    call = [*QUICK, "--work", str(work), "--out", str(out), "--variants"]
+    call = [*QUICK, "--recipe", "old", "--work", str(work), "--out", str(out), "--variants"]
     with monkeypatch.context() as patch:
         patch.setattr(
             runs_pool, "add_up", lambda losses: signal.raise_signal(signal.SIGTERM) or losses
