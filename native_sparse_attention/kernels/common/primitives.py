@@ -163,7 +163,7 @@ def two_halves(x, ROWS: tl.constexpr = 1):
 
 
 @triton.jit
-def divided(x, y):
+def quotient(x, y):
     """The quotient of a constant x and a tensor y, rounded once."""
     return tl.div_rn(tl.full(y.shape, x, tl.float32), y)
 
@@ -171,7 +171,7 @@ def divided(x, y):
 @triton.jit
 def factor_of_integers(largest):
     """The factor of `reference.quantize`, for numbers up to `largest`."""
-    factor = divided(127.0, tl.maximum(largest, 1e-30))
+    factor = quotient(127.0, tl.maximum(largest, 1e-30))
     return (factor.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
 
 
@@ -188,7 +188,7 @@ def quantize(x, ROWS: tl.constexpr):
     M: tl.constexpr = x.shape[0]
     factor = factor_of_integers(tl.max(tl.reshape(tl.abs(x), [M // ROWS, ROWS * x.shape[1]]), 1))
     factor = tl.reshape(tl.broadcast_to(factor[:, None], [M // ROWS, ROWS]), [M])
-    return round_even(x * factor[:, None]), divided(1.0, factor)
+    return round_even(x * factor[:, None]), quotient(1.0, factor)
 
 
 @triton.jit

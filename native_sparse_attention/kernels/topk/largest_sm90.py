@@ -92,7 +92,7 @@ def nsa_topk_key_tiles(ck, keys, sizes, W, K, C, GROUPS, sign, F: tl.constexpr):
         largest = tl.maximum(largest, tl.max(tl.max(x, 2), 0))
     if F.BITS == 8:
         factor = steps.factor_of_integers(largest)
-        size = steps.divided(1.0, factor)
+        size = steps.quotient(1.0, factor)
     else:
         exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
         factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
