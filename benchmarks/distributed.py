@@ -52,7 +52,7 @@ from .common import Row, WrongResult
 from .scaling import HEADS, MODEL
 
 PAGE = common.ROOT / "docs" / "scaling.md"
-FORMS = ("one softmax, mean query", "three branches")
+FORMS = (scaling.FORM, "one softmax", "three branches")  # of layers; the first two of models
 MODES = ("one", "dp", "cp")
 SMALL = dict(dim=64, depth=2, heads=4, kv_heads=2, dim_head=16)
 LENGTHS, LAYER_LENGTH = (65536, 262144), 2**20
@@ -142,14 +142,13 @@ def measure_layer(form: str, mode: str, T: int, quick: bool, device: torch.devic
 # models
 
 
-def make_step(mode: str, T: int, rows: int, quick: bool, device: torch.device) -> Callable[[], Any]:
+def make_step(form: str, mode: str, T: int, rows: int, quick: bool, device: torch.device) -> Any:
     """A training step of a model, which returns the mean loss of `rows` rows of T tokens."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {**MODEL, **(SMALL if quick else {})}
+    settings = dict(use_sparse_attn=True, sparse_attn_kwargs=settings_of(form, T))
     with device:
-        net: Any = Transformer(
-            **sizes, use_sparse_attn=True, sparse_attn_kwargs=settings_of(FORMS[0], T)
-        )
+        net: Any = Transformer(**sizes | settings)
     mesh = mesh_of(mode, device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     parallelize(net, mesh, activation_checkpointing=True, mp_policy=policy)
@@ -172,11 +171,11 @@ def make_step(mode: str, T: int, rows: int, quick: bool, device: torch.device) -
     return step
 
 
-def check_model(quick: bool, device: torch.device) -> Row:
+def check_model(form: str, quick: bool, device: torch.device) -> Row:
     """Losses of three steps, of all modes on the same rows. Raises WrongResult."""
-    losses = {}
+    losses, T = {}, 256 if quick else CHECKED
     for mode in MODES:
-        step = make_step(mode, 256 if quick else CHECKED, dist.get_world_size(), quick, device)
+        step = make_step(form, mode, T, dist.get_world_size(), quick, device)
         steps = torch.stack([step() for _ in range(3)])
         dist.all_reduce(steps)
         losses[mode] = steps / dist.get_world_size()
@@ -186,9 +185,9 @@ def check_model(quick: bool, device: torch.device) -> Row:
     return {}
 
 
-def measure_model(mode: str, T: int, quick: bool, device: torch.device) -> Row:
+def measure_model(form: str, mode: str, T: int, quick: bool, device: torch.device) -> Row:
     rows = dist.get_world_size() if mode == "dp" else 1
-    step = make_step(mode, T, rows, quick, device)
+    step = make_step(form, mode, T, rows, quick, device)
     step()
     reset_peak(device)
     ms = median_ms(step, device)
@@ -314,6 +313,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="of the model")
     add("--layer-length", type=int, default=LAYER_LENGTH)
     add("--subjects", nargs="+", choices=("model", "layer"), default=("model", "layer"))
+    add("--forms", nargs="+", choices=FORMS, default=FORMS)
     add("--modes", nargs="+", choices=MODES, default=MODES)
 
 
@@ -335,14 +335,13 @@ def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
     place = args.quick, device
     for subject in args.subjects:
         is_layer = subject == "layer"
-        for form in FORMS if is_layer else FORMS[:1]:
-            check = functools.partial(check_layer, form) if is_layer else check_model
-            checked = common.attempt(functools.partial(check, *place), device)
+        check, measure = (check_layer, measure_layer) if is_layer else (check_model, measure_model)
+        for form in (form for form in args.forms if is_layer or form in FORMS[:2]):
+            checked = common.attempt(functools.partial(check, form, *place), device)
             for mode in (mode for mode in args.modes if not (is_layer and mode == "dp")):
                 for T in [layer_length] if is_layer else lengths:
                     common.release()
-                    measure = functools.partial(measure_layer, form) if is_layer else measure_model
-                    call = functools.partial(measure, mode, T, *place)
+                    call = functools.partial(measure, form, mode, T, *place)
                     row = checked if "failed" in checked else common.attempt(call, device)
                     head = {"subject": subject, "form": form, "mode": mode, "T": T}
                     recorder.add({**head, **checked, **row, **known})

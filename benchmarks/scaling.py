@@ -26,6 +26,7 @@ from . import common
 from .common import Row
 
 HEADS = dict(heads=32, kv_heads=4, dim_head=128)
+FORM = "one softmax, mean query"
 MODEL = dict(num_tokens=256, dim=2048, depth=16, causal=True, **HEADS)
 # older commits, which `against` times, know no bits
 MEAN_QUERY: dict[str, Any] = dict(importance="max") | (
@@ -144,7 +145,7 @@ def simulate(
 
 def simulate_row(T: int, dp: int, cp: int, rows: Sequence[Row]) -> tuple[float, float]:
     """`simulate` at the speed of measured rows: of one GPU at T tokens or the most there are."""
-    done = [row for row in rows if row["subject"] == "model" and "step_ms" in row]
+    done = [row for row in rows if "step_ms" in row and row["form"] == FORM]
     alone = {row["T"]: row["step_ms"] / 1e3 for row in done if row["mode"] == "one"}
     at = T if T in alone else max(alone, default=T)
     scale = alone[at] / simulate(model_of(at), at, 1, 1)[0] if alone else 1.0
@@ -183,7 +184,7 @@ def predictions(rows: Sequence[Row]) -> str:
 
 def comparison(rows: Sequence[Row]) -> str:
     """Beside each measured step of several GPUs."""
-    done = [row for row in rows if row["subject"] == "model" and "step_ms" in row]
+    done = [row for row in rows if "step_ms" in row and row["form"] == FORM]
     alone = {row["T"]: row["tokens_per_s"] for row in done if row["mode"] == "one"}
 
     def cell(passes: dict[str, Row]) -> str:

@@ -19,8 +19,8 @@ def test_quick_form(tmp_path):
     printed(torchrun(2, *command, cwd=common.ROOT, PYTHONWARNINGS="ignore"))
     rows = common.read_rows(out)
     assert [(row["subject"], row["mode"]) for row in rows] == [
-        *[("model", mode) for mode in distributed.MODES],
-        *[("layer", mode) for mode in ("one", "cp")] * 2,
+        *[("model", mode) for mode in distributed.MODES] * 2,
+        *[("layer", mode) for mode in ("one", "cp")] * 3,
     ]
     assert not any("failed" in row for row in rows)
     assert all(row["error_share"] < 1 for row in rows if row["subject"] == "layer")
