@@ -42,7 +42,7 @@ def in_chunks(s, budget, work_tile_rows, **limits):
     from native_sparse_attention.kernels.common import launch
     from native_sparse_attention.kernels.selected import key_major
 
-    budgets = {key: {s: key_major.Budget(*budget)} for key in key_major.BUDGETS}
+    budgets = {key: {s: key_major.Budget(*budget, math.inf)} for key in key_major.BUDGETS}
     with (
         patch.multiple(key_major, BUDGETS=budgets, MIN_TOKENS=1, MIN_DQ_TILE_ROWS=1),
         patch.multiple(launch, WORK_TILE_ROWS=work_tile_rows, **limits),
