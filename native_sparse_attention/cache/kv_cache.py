@@ -215,7 +215,7 @@ def integers(name: str, values: Sequence[int] | Tensor) -> list[int]:
         elements = [None]
     numbers = [as_int(value) for value in elements]
     is_float = isinstance(values, Tensor) and values.is_floating_point()
-    if is_float or isinstance(values, (str, bytes, dict)) or None in numbers:
+    if is_float or isinstance(values, (str, bytes, dict, set)) or None in numbers:
         raise refusal(name, "integers, one for each row", values)
     return [number for number in numbers if number is not None]
 
@@ -591,6 +591,10 @@ class KVCache:
     def reserve(self, counts: list[int]) -> None:
         """Allocate pages for `counts[b]` more tokens of each sequence, before a CUDA graph writes
         them."""
+        counts = integers("counts", counts)
+        self.check(len(counts), max(counts, default=0), counts)
+        if not self._streams:
+            raise ValueError("cache has no storage before the first call of its layer")
         self._allocate({}, list(map(add, self.starts(len(counts)), counts)), 1)
 
     def ring(self, new: dict[str, Tensor], length: int) -> dict[str, Tensor]:

@@ -317,6 +317,12 @@ def test_pages_come_and_go():
     with pytest.raises(ValueError, match="cache is full: 9 pages needed"):
         cache.reorder([0, 0, 0, 0])
     decoder.step(1)
+    cache.reserve([8, 0])
+    with pytest.raises(ValueError, match="row 1 holds 9 of max_length=64"):
+        cache.reserve([8, 60])
+    with pytest.raises(ValueError, match="no storage before the first call"):
+        PagedKVCache(8, 10, 2, 64).reserve([8, 8])
+    assert cache.free_pages == 4
     cache.reset()
     assert cache.free_pages == 10 and not cache.page_table.any()
 
