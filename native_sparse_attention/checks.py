@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,16 @@ NEVER_EMPTY = "HKGDE"
 HINT = "did you pass [B, H, T, D]? Tensors are [B, T, H, D]: use .transpose(1, 2)"
 
 
+def is_strided(value: Any) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor, neither sparse nor nested."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+
+
 def describe(value: Any) -> str:
     """A value in one line, for messages."""
+    if isinstance(value, Tensor) and not is_strided(value):
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        return f"a {kind} tensor"
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {list(value.shape)} on {value.device}"
     text = " ".join(repr(value).split())
@@ -68,7 +76,7 @@ def check_keywords(keywords: Iterable[str], accepted: Iterable[str]) -> None:
             raise UnexpectedKeyword(f"got an unexpected keyword argument {name!r}{hint}")
 
 
-def check_type(name: str, value: Any, kind: type, expected: str) -> None:
+def check_type(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
     if not isinstance(value, kind):
         raise refusal(name, expected, value)
 
@@ -149,10 +157,14 @@ def check_ints(minimum: int, **values: Any) -> tuple[int, ...]:
     return tuple(check_int(name, value, minimum) for name, value in values.items())
 
 
+def check_sequence(name: str, values: Any, expected: str) -> None:
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise refusal(name, expected, values)
+
+
 def check_layers(name: str, layers: Any, count: int) -> list[int]:
     """Indices of `count` layers, in order and counted from 0."""
-    if not isinstance(layers, Sequence) or isinstance(layers, str):
-        raise refusal(name, "a list of indices of layers", layers)
+    check_sequence(name, layers, "a list of indices of layers")
     return sorted({check_int(name, index, -count, count) % count for index in layers})
 
 
@@ -219,13 +231,14 @@ def check_hidden(name: str, factor: Any, width: int) -> int:
 def check_input(inp: Any, dim: int, linear: Any, name: str = "inp") -> None:
     """Check an input [b, n, dim] of the dtype of the layer's weights. Weights of a wrapper that
     shards or casts them are not compared."""
-    if not isinstance(inp, Tensor) or inp.dtype not in FLOAT_DTYPES:
+    if not is_strided(inp) or inp.dtype not in FLOAT_DTYPES:
         raise refusal(name, "a tensor of floating dtype", inp)
     if inp.ndim != 3 or inp.shape[-1] != dim:
         raise ValueError(f"{name} must have shape [b, n, {dim}], got {list(inp.shape)}")
     weight = getattr(linear, "weight", None)
     if type(weight) is not nn.Parameter or linear._forward_pre_hooks:
         return
+    check_meta(name, inp, weight)
     if inp.dtype == weight.dtype or weight.dtype not in FLOAT_DTYPES:
         return
     if not torch.is_autocast_enabled(inp.device.type):
@@ -235,16 +248,30 @@ def check_input(inp: Any, dim: int, linear: Any, name: str = "inp") -> None:
         )
 
 
+def check_meta(name: str, tensor: Tensor, weight: Tensor) -> None:
+    """Refuse a tensor without values where weights have some: torch embeds such ids as memory that
+    nothing has written."""
+    if tensor.device.type == "meta" != weight.device.type:
+        raise refusal(name, f"on {weight.device} as the weights are", tensor)
+
+
+def check_values(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor of which the host must read values."""
+    if tensor.is_meta:
+        raise refusal(name, "a tensor with values", tensor)
+
+
 def check_ids(name: str, ids: Any, embedding: nn.Module) -> Tensor:
     """Check ids [b, n] of any integral dtype and return them as int64. The host compares ids on the
     CPU with the vocabulary; on a GPU a bad id is a device-side assert."""
-    if not isinstance(ids, Tensor) or ids.dtype not in INTEGER_DTYPES:
+    if not is_strided(ids) or ids.dtype not in INTEGER_DTYPES:
         hint = f": give {name}.long()" if isinstance(ids, Tensor) else ""
         hint = f": give torch.tensor({name})" if isinstance(ids, (list, tuple)) else hint
         got = f"{describe(ids)}{hint}"
         raise refusal(name, "a tensor of integers of shape [b, n]", got=got)
     if ids.ndim != 2:
         raise ValueError(f"{name} must have shape [b, n], got {list(ids.shape)}")
+    check_meta(name, ids, getattr(embedding, "weight", ids))
     ids, size = ids.long(), getattr(embedding, "num_embeddings", None)
     is_on_host = type(ids) is Tensor and ids.device.type == "cpu"
     if size is None or not is_on_host or torch.compiler.is_compiling() or ids.numel() == 0:
@@ -271,7 +298,8 @@ def check_shapes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
     """
     sizes: dict[str, tuple[int, str]] = {}
     for name, (tensor, spec) in tensors.items():
-        check_type(name, tensor, Tensor, f"a tensor of shape [{spec}]")
+        if not is_strided(tensor):
+            raise refusal(name, f"a tensor of shape [{spec}]", tensor)
         axes, shape = spec.split(), list(tensor.shape)
         pairs = list(zip(axes, shape, strict=False))
         if len(shape) != len(axes) or [n for axis, n in pairs if axis.isdigit() and n != int(axis)]:
@@ -291,7 +319,8 @@ def check_shapes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
 
 def check_given(**tensors: Any) -> None:
     for name, tensor in tensors.items():
-        check_type(name, tensor, Tensor, "a tensor")
+        if not is_strided(tensor):
+            raise refusal(name, "a tensor", tensor)
 
 
 def check_devices(**tensors: Tensor) -> None:
@@ -319,7 +348,7 @@ def check_tensor(
     """Check the dtype, the device and the shape of a tensor, or None."""
     if tensor is None:
         return
-    fits = isinstance(tensor, Tensor) and tensor.dtype in dtypes and tensor.device == device
+    fits = is_strided(tensor) and tensor.dtype in dtypes and tensor.device == device
     if not fits or (shape is not None and tensor.shape != shape):
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         kind = "integers" if dtypes == INTEGER_DTYPES else kinds

@@ -26,12 +26,26 @@ from einops.layers.torch import EinMix, Rearrange
 from torch import Tensor, nn
 
 from . import blocks
-from .checks import check_choice, check_factor, check_hidden, check_ints, check_shapes, check_type
+from .checks import (
+    check_choice,
+    check_factor,
+    check_hidden,
+    check_int,
+    check_ints,
+    check_number,
+    check_shapes,
+    check_type,
+)
 from .compat import free_size, is_exporting, no_autocast
 from .config import NSAConfig
 from .initialization import Started, StartedLinear
 from .ops.reference import upcast
 from .varlen import Documents
+
+
+def check_sizes(dim_head: Any, compress_window_size: Any, heads: Any = 1) -> tuple[int, ...]:
+    sizes = dict(dim_head=dim_head, compress_window_size=compress_window_size, heads=heads)
+    return check_ints(1, **sizes)
 
 
 class CompressMLP(nn.Sequential, Started):
@@ -52,6 +66,7 @@ def default_compress_mlp(
             better (docs/dev/log.md).
     """
     check_choice("start", start, ("sum", "random"))
+    dim_head, compress_window_size, _ = check_sizes(dim_head, compress_window_size)
     dim = dim_head * compress_window_size
     dim_hidden = check_hidden("expand_factor", expand_factor, dim)
     if start == "random":
@@ -116,7 +131,7 @@ class SumPool(Started):
     def __init__(self, dim_head: int, gain: float = 1.0):
         super().__init__()
         self.begin = check_factor("gain", gain)
-        self.gain = nn.Parameter(torch.full((dim_head,), self.begin))
+        self.gain = nn.Parameter(torch.full(check_ints(1, dim_head=dim_head), self.begin))
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.gain, self.begin)
@@ -137,7 +152,8 @@ class ConvLinearCompress(Started):
 
     def __init__(self, heads: int, dim_head: int, compress_window_size: int):
         super().__init__()
-        l, dim = compress_window_size, heads * dim_head
+        dim_head, l, heads = check_sizes(dim_head, compress_window_size, heads)
+        dim = heads * dim_head
         self.conv = nn.Conv1d(dim, dim, l, stride=l, groups=heads)
 
     def forward(self, kv: Tensor) -> Tensor:
@@ -156,6 +172,7 @@ class AttentionPool(Started):
 
     def __init__(self, dim_head: int, compress_window_size: int):
         super().__init__()
+        dim_head, *_ = check_sizes(dim_head, compress_window_size)
         self.to_attn_logits = StartedLinear(dim_head, dim_head, start_identity, bias=False)
 
     def forward(self, kv: Tensor) -> Tensor:
@@ -187,6 +204,7 @@ class GroupedMLP(Started):
         self, dim_head: int, compress_window_size: int, heads: int, expand_factor: float = 1.0
     ):
         super().__init__()
+        dim_head, compress_window_size, heads = check_sizes(dim_head, compress_window_size, heads)
         dim = dim_head * compress_window_size
         dim_hidden = check_hidden("expand_factor", expand_factor, dim)
         pattern = "b h w i -> b h w o"
@@ -209,6 +227,7 @@ class SingleProjection(Started):
 
     def __init__(self, dim_head: int, compress_window_size: int, heads: int = 1):
         super().__init__()
+        dim_head, compress_window_size, heads = check_sizes(dim_head, compress_window_size, heads)
         self.compress: nn.Module
         if heads == 1:
             self.compress = nn.Sequential(
@@ -293,13 +312,16 @@ class CompressTransformer(Started):
         dropout: float = 0.0,
     ):
         super().__init__()
-        check_ints(1, num_layers=num_layers, dim=dim, num_heads=num_heads)
+        num_layers, dim, num_heads = check_ints(
+            1, num_layers=num_layers, dim=dim, num_heads=num_heads
+        )
         if dim % num_heads:
             raise ValueError(f"num_heads must divide dim={dim}, got {num_heads}")
-        ff_hidden_dim = 4 * dim if ff_hidden_dim is None else ff_hidden_dim
+        width = 4 * dim if ff_hidden_dim is None else check_int("ff_hidden_dim", ff_hidden_dim, 1)
+        dropout = check_number("dropout", dropout, "in [0, 1]", 0.0, 1.0)
         self.dim = dim
         self.layers = nn.ModuleList(
-            TransformerLayer(dim, num_heads, ff_hidden_dim, dropout) for _ in range(num_layers)
+            TransformerLayer(dim, num_heads, width, dropout) for _ in range(num_layers)
         )
 
     def forward(self, kv: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from .checks import (
     check_shapes,
     check_tensor,
     describe,
+    is_strided,
     refusal,
 )
 from .compat import cast_to_autocast_dtype, no_autocast, refuse_transforms
@@ -193,7 +194,7 @@ def mask_blocker(mask: Tensor, block_q: int, block_kv: int) -> Tensor:
     int64 [.., ceil(q_len / block_q), ceil(kv_len / block_kv)]. The last blocks may be partial.
     """
     block_q, block_kv = check_ints(1, block_q=block_q, block_kv=block_kv)
-    if not isinstance(mask, Tensor) or mask.ndim < 2:
+    if not is_strided(mask) or mask.ndim < 2:
         raise refusal("mask", "a tensor of shape [.. q_len kv_len]", mask)
     q_len, kv_len = mask.shape[-2:]
     r, c = blocks.ceil_div(q_len, block_q), blocks.ceil_div(kv_len, block_kv)
@@ -250,7 +251,7 @@ def block_masked_attention(
     save_residuals = check_bool("save_residuals", save_residuals)
     mask_value = check_mask_value(mask_value, q.dtype)
     segments = check_segment_ids(segment_ids, dims, q.device)
-    if not isinstance(mask, Tensor) or list(mask.shape) not in ([T, S], [B, T, S]):
+    if not is_strided(mask) or list(mask.shape) not in ([T, S], [B, T, S]):
         raise ValueError(f"mask must have shape {[T, S]} or {[B, T, S]}, got {describe(mask)}")
     check_devices(q=q, mask=mask)
     mask = mask if mask.ndim == 3 else mask[None]
@@ -280,12 +281,21 @@ def block_masked_attention(
     return (out, {"logsumexp": lse, "max_logits": max_logits}) if save_residuals else out
 
 
+def check_block_number(name: str, number: Any) -> int | Tensor:
+    """Check a number of a block, or a tensor of them, which becomes int64: narrow ones overflow."""
+    if not isinstance(number, Tensor):
+        return check_int(name, number, 0)
+    check_tensor(name, number, INTEGER_DTYPES, number.device)
+    return number.long()
+
+
 def below_or_on_diag(
     r: int | Tensor, r_blk_size: int, c: int | Tensor, c_blk_size: int
 ) -> bool | Tensor:
     """Whether block (r, c), of r_blk_size x c_blk_size, has a key that a causal query sees:
     `(r + 1) r_blk_size - 1 >= c c_blk_size`. A bool, or a tensor of them if r or c is one."""
     r_blk_size, c_blk_size = check_ints(1, r_blk_size=r_blk_size, c_blk_size=c_blk_size)
+    r, c = check_block_number("r", r), check_block_number("c", c)
     return (r + 1) * r_blk_size - 1 >= c * c_blk_size
 
 
@@ -446,6 +456,8 @@ def mha_reference_bwd(
     settings = check_call(q, k, v, ab, segment_ids, causal, mask_value, softmax_scale)
     results = dict(o=(o, "B H T E"), l=(l, "B H T"), m=(m, "B H T"), do=(do, "B H T E"))
     check_shapes(q=(q, "B H T D"), v=(v, "B H S E"), **results)
+    # no wider than what is computed in
+    dtypes = (q.dtype,) if q.dtype == torch.float64 else FLOAT_DTYPES[:-1]
     for name, (tensor, _) in results.items():
-        check_tensor(name, tensor, FLOAT_DTYPES, q.device)
+        check_tensor(name, tensor, dtypes, q.device)
     return mha_gradients(q, k, v, ab, o, l, m, do, *settings)

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from .attention import SparseAttention
-from .checks import check_bools, check_choice, check_device, check_int, check_type, describe
+from .checks import (
+    check_bools,
+    check_choice,
+    check_device,
+    check_int,
+    check_sequence,
+    check_type,
+    describe,
+)
 from .compress import MeanPool
 from .config import NSAConfig
 
@@ -45,8 +53,7 @@ def warmup(
     """
     check_type("config", config, NSAConfig, "an NSAConfig")
     check_choice("dtype", dtype, DTYPES)
-    if isinstance(lengths, (str, int)) or not isinstance(lengths, Sequence):
-        raise ValueError(f"lengths must be a sequence of integers, got {describe(lengths)}")
+    check_sequence("lengths", lengths, "a sequence of integers")
     lengths = [check_int("lengths", length, 1) for length in lengths]
     training, documents = check_bools(training=training, documents=documents)
     device = check_device("device", "cuda" if device is None else device)

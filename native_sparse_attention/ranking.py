@@ -18,7 +18,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from . import blocks
-from .checks import INTEGER_DTYPES, check_choice, check_generator, check_int, refusal
+from .checks import INTEGER_DTYPES, check_choice, check_generator, check_int, is_strided, refusal
 from .compat import no_autocast
 from .config import NSAConfig
 from .ops import reference
@@ -42,8 +42,8 @@ def sampled(
 ) -> Tensor:  # fmt: skip
     """Positions of queries: those given, [m] or [rows m], -1 for none; or m at random, in order."""
     if isinstance(queries, Tensor):
-        fits = queries.ndim in (1, 2) and queries.shape[:-1] in ((), (rows,))
-        fits = fits and queries.dtype in INTEGER_DTYPES
+        fits = is_strided(queries) and queries.ndim in (1, 2)
+        fits = fits and queries.shape[:-1] in ((), (rows,)) and queries.dtype in INTEGER_DTYPES
         if not fits or queries.device.type not in ("cpu", device.type):
             shapes = "[m]" if rows is None else f"[m] or [{rows}, m]"
             raise refusal(name, f"{shapes} integers", queries)

@@ -23,6 +23,7 @@ from .attention import SparseAttention
 from .cache.kv_cache import Identity, KVCache, check_cache, check_caches, check_room
 from .cache.paged import PagedKVCache
 from .checks import (
+    check_bool,
     check_bools,
     check_choice,
     check_groups,
@@ -76,11 +77,10 @@ class Attention(Started):
         super().__init__()
         dim, dim_head, heads = check_ints(1, dim=dim, dim_head=dim_head, heads=heads)
         kv_heads = heads if kv_heads is None else check_int("kv_heads", kv_heads, 1)
-        check_bools(causal=causal)
         check_groups(heads, kv_heads)
         self.dim = dim
         self.dim_head = dim_head
-        self.causal = causal
+        self.causal = check_bool("causal", causal)
         self.grouped = kv_heads != heads
         self.identity = Identity()
         self.geometry = {"kv_heads": kv_heads, "dim_head": dim_head}

@@ -18,6 +18,7 @@ from ..checks import (
     check_ints,
     check_model,
     check_type,
+    check_values,
     refusal,
 )
 from ..ranking import WEIGHTS
@@ -76,8 +77,7 @@ def distill(
         raise refusal("model", expected, got=f"a {type(model).__name__} without")
     embedding: Any = getattr(model, "get_input_embeddings", lambda: nn.Identity())()
     ids = check_ids("ids", ids, embedding)
-    if ids.is_meta:
-        raise refusal("ids", "a tensor with values", ids)
+    check_values("ids", ids)
     is_alone, minimum = stage == "ranking", 0
     for c in (layer.config for layer in layers):
         blocks = c.num_initial_blocks + max(1, c.num_local_blocks) + 2

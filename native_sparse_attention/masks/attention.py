@@ -20,6 +20,7 @@ from ..checks import (
     check_scale,
     check_shapes,
     check_tensor,
+    check_type,
     describe,
     refusal,
 )
@@ -175,6 +176,10 @@ def jagged_attention(
         raise ValueError("k and v must have the same offsets, got different ones")
     if len(offsets) != len(kv_offsets):
         raise ValueError(f"q has B={len(offsets) - 1} but k has B={len(kv_offsets) - 1}")
+    if block_mask is not None:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        check_type("block_mask", block_mask, BlockMask, "a BlockMask or None")
     # flex_attention needs a query and a key
     uses_flex = q_values.is_cuda and dims["T"] > 0 and dims["S"] > 0
     if block_mask is None and uses_flex:

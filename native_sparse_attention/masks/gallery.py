@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..checks import (
+    FLOAT_DTYPES,
     INTEGER_DTYPES,
     LEAST_NORMAL,
     TOO_MANY,
@@ -27,7 +28,10 @@ from ..checks import (
     check_device,
     check_int,
     check_number,
+    check_values,
     describe,
+    is_strided,
+    refusal,
 )
 from .nsa import MaskMod, constant, sliding_mask_mod
 
@@ -212,6 +216,8 @@ def alibi(
         slopes = alibi_slopes(num_heads, device)
     elif not is_floating(slopes) or list(slopes.shape) != [num_heads]:
         raise ValueError(f"slopes must be floating, of shape [{num_heads}], got {describe(slopes)}")
+    elif device is not None:
+        raise refusal("device", "None with slopes, which are on one", device)
     return partial(alibi_bias, slopes=slopes)
 
 
@@ -326,7 +332,7 @@ def check_one_of(**values: object) -> None:
 
 def check_integers(name: str, value: Any, *ndims: int) -> Tensor:
     """Check that a tensor has integers and one of `ndims` axes."""
-    is_integer = isinstance(value, Tensor) and value.dtype in INTEGER_DTYPES
+    is_integer = is_strided(value) and value.dtype in INTEGER_DTYPES
     if not is_integer or value.ndim not in ndims:
         axes = " or ".join(map(str, ndims))
         raise ValueError(f"{name} must be an integer tensor of {axes} axes, got {describe(value)}")
@@ -336,7 +342,8 @@ def check_integers(name: str, value: Any, *ndims: int) -> Tensor:
 def sequence_ids(name: str, offsets: Tensor) -> Tensor:
     """The number of the sequence of each packed token, int64 [tokens], from begins of sequences and
     the end of the last: they start at 0 and never decrease."""
-    numbers = check_integers(name, offsets, 1).tolist()
+    check_values(name, check_integers(name, offsets, 1))
+    numbers = offsets.tolist()
     if len(numbers) < 2 or numbers[0] != 0 or sorted(numbers) != numbers:
         raise ValueError(f"{name} must hold 0 and ends that never decrease, got {numbers}")
     sequences = torch.arange(len(offsets) - 1, device=offsets.device)
@@ -344,4 +351,4 @@ def sequence_ids(name: str, offsets: Tensor) -> Tensor:
 
 
 def is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+    return is_strided(value) and value.dtype in FLOAT_DTYPES

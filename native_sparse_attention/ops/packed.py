@@ -21,6 +21,7 @@ from ..checks import (
     check_ints,
     check_keywords,
     check_tensor,
+    is_strided,
 )
 from ..compat import refuse_transforms
 
@@ -106,7 +107,7 @@ def run_packed(
             got = list(call[name].shape)
             raise ValueError(f"{name} must have B, T = {shape} as q has, got {got}")
     mask = bounds["mask"]
-    if isinstance(mask, Tensor) and q.shape[1] != q.shape[2] and mask.shape == q.shape[::2]:
+    if is_strided(mask) and q.shape[1] != q.shape[2] and mask.shape == q.shape[::2]:
         raise ValueError(f"mask must have shape {list(shape)}, got {list(mask.shape)}. {HINT}")
     check_tensor("block_indices", call.get("block_indices"), INDEX_DTYPES, q.device)
     check_bounds(shape, q.device, **bounds)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import blocks
 from ..attention import SparseAttention, find_sparse_layers
-from ..checks import as_int, check_int, describe
+from ..checks import as_int, check_int, check_values, describe
 from ..compat import no_autocast
 from ..config import AttentionConfig, NSAConfig
 from ..ops import branches, dispatch
@@ -319,6 +319,7 @@ def collect(
     """
     seed = check_int("seed", seed, 0, 2**63)
     if isinstance(queries, Tensor):
+        check_values("queries", queries)
         queries = queries.cpu()
     elif queries is not None:
         queries = check_int("queries", queries, 1)

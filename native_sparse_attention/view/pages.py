@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import INTEGER_DTYPES, check_type, refusal
+from ..checks import INTEGER_DTYPES, check_callable, check_type, refusal
 from ..generate import evaluating
 from .collector import Reading, collect
 
@@ -102,7 +102,7 @@ def page(
         ids = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError):
         ids = torch.empty(0)
-    if ids.ndim != 1 or ids.dtype not in INTEGER_DTYPES or not len(ids):
+    if ids.is_meta or ids.ndim != 1 or ids.dtype not in INTEGER_DTYPES or not len(ids):
         raise refusal("tokens", "ids [n] of one text", tokens)
     check_type("texts", texts, Iterable, f"{len(ids)} strings, one a token")
     check_type("title", title, str, "a string")
@@ -152,6 +152,7 @@ def visible(character: str) -> str:
 def byte_texts(data: bytes) -> list[str]:
     """A text for each byte of UTF-8: its character at the first byte of a character, "·" at the
     others, and pictures or codes of characters that a reader does not see."""
+    check_type("data", data, (bytes, bytearray), "bytes")
     texts = []
     for character in data.decode("utf-8", errors="surrogateescape"):
         if "\udc80" <= character <= "\udcff":  # a byte of no character
@@ -169,6 +170,7 @@ def token_texts(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
     and others that a reader does not see, are pictures or codes such as <U+202E>.
     """
     check_type("text", text, str, "a string")
+    check_callable("tokenizer", tokenizer, "a text, of transformers", required=True)
     ids, pieces = list(tokenizer(text, verbose=False)["input_ids"]), []
     for i in range(len(ids)):
         prefix, longer = (

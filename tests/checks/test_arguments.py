@@ -12,7 +12,7 @@ from rotary_embedding_torch import RotaryEmbedding
 from torch import nn
 
 import native_sparse_attention as nsa
-from native_sparse_attention import KVCache, SparseAttention, Transformer, masks, varlen
+from native_sparse_attention import KVCache, SparseAttention, Transformer, masks, varlen, view
 from native_sparse_attention import compress as networks
 from native_sparse_attention.transformer import Attention
 from tests.helpers.sizes import sizes
@@ -29,6 +29,12 @@ def tensors():
     q, k, v = torch.randn(B, T, H, D), torch.randn(B, T, K, D), torch.randn(B, T, K, D)
     ck, cv = torch.randn(B, 4, K, D), torch.randn(B, 4, K, D)
     return q, k, v, ck, cv
+
+
+def filled_pages():
+    cache = nsa.PagedKVCache(page_size=8, num_pages=9, batch=B, max_length=32)
+    SparseAttention(**LAYER)(torch.randn(B, T, 16), cache=cache)
+    return cache
 
 
 def calls():
@@ -48,6 +54,7 @@ def calls():
     blocks = dict(block_q=4, block_kv=4)
     paged = dict(page_size=8, num_pages=9, batch=2, max_length=32)
     canvas = dict(canvas_height=4, canvas_width=4, kernel_height=3)
+    window = dict(dim_head=2, compress_window_size=2)
     return {
         "SparseAttention": (SparseAttention, LAYER),
         "Transformer": (Transformer, MODEL),
@@ -98,6 +105,18 @@ def calls():
         "preset": (nsa.NSAConfig.preset, dict(name="paper", dim=32, dim_head=16, heads=4)),
         "nsa_cost": (nsa.nsa_cost, dict(config=nsa.NSAConfig(**LAYER), T=8)),
         "warmup": (nsa.warmup, dict(config=nsa.NSAConfig(**LAYER))),
+        "below_or_on_diag": (nsa.below_or_on_diag, dict(r=0, r_blk_size=4, c=0, c_blk_size=4)),
+        "byte_texts": (view.byte_texts, dict(data=b"")),
+        "reserve": (filled_pages().reserve, dict(counts=[1, 1])),
+        "MLP": (networks.default_compress_mlp, window),
+        "SumPool": (networks.SumPool, dict(dim_head=2)),
+        "AttentionPool": (networks.AttentionPool, window),
+        "ConvLinearCompress": (networks.ConvLinearCompress, window | dict(heads=1)),
+        "GroupedMLP": (networks.GroupedMLP, window | dict(heads=1)),
+        "SingleProjection": (networks.SingleProjection, window),
+        "CompressTransformer": (
+            networks.CompressTransformer, dict(num_layers=1, dim=4, num_heads=2)
+        ),
     }  # fmt: skip
 
 
@@ -107,7 +126,7 @@ NUMBERS = ("1", True, float("nan"), float("inf"), 1j, [1.0], torch.ones(()))
 FACTORS = {
     "scale", "soft_cap", "softmax_scale", "mask_value", "cap", "temperature", "filter_thres",
     "top_p", "dropout", "expand_factor", "ff_expansion_factor", "compress_mlp_expand_factor",
-    "qk_norm_eps",
+    "qk_norm_eps", "gain",
 }  # fmt: skip
 
 
@@ -118,7 +137,7 @@ def bad_values(name, parameter, base):
         dtypes = (torch.complex64,)
         dtypes += (torch.bool, torch.long if value.is_floating_point() else torch.float16)
         other = [value.to(dtype) for dtype in dtypes if dtype != value.dtype]
-        other.append(value[None, None])
+        other += [value[None, None], value.to_sparse()]
         if sum(isinstance(t, torch.Tensor) for t in base.values()) > 1:
             other.append(value.to("meta"))
         return [None, [1.0], "x", *(other if name != "mask" else ())]
@@ -170,7 +189,11 @@ def test_integers_of_any_type(kind):
         nsa.sliding_window_attention(q, k, v, sliding_window_size=kind(3), q_offset=kind(0)),
         nsa.sliding_window_attention(q, k, v, sliding_window_size=3),
     )
-    assert nsa.SparseAttention(**{**LAYER, "causal": np.bool_(True)}).causal is True
+    for layer in (
+        nsa.SparseAttention(**{**LAYER, "causal": np.bool_(False)}),
+        Attention(16, 8, 2, np.bool_(False)),
+    ):
+        assert layer.causal is False and layer(x).shape == x.shape
 
 
 @pytest.mark.parametrize(
@@ -221,7 +244,6 @@ GIVEN = dict(importance="given")
 LISTS = dict(inp=X, block_indices=torch.zeros(B, T, 1, 1, dtype=torch.int32))
 PACKED, IDS = torch.tensor([0, T]), torch.zeros(B, T, dtype=torch.long)
 NINE = torch.ones(9, dtype=torch.bool)
-WINDOW = dict(dim_head=2, compress_window_size=2)
 # calls beside those above
 BASES = CALLS | {
     "two-sided": (SparseAttention(**LAYER | dict(causal=False)), dict(inp=X)),
@@ -244,11 +266,7 @@ BASES = CALLS | {
         dict(q=X[:1].unflatten(2, (2, 8)), compress_block_sliding_stride=4)
         | dict.fromkeys(("ck", "cv"), X[:1, :2].unflatten(2, (2, 8))),
     ),
-    "MLP": (networks.default_compress_mlp, dict(WINDOW, expand_factor=0.01)),
-    "GroupedMLP": (networks.GroupedMLP, dict(WINDOW, heads=1, expand_factor=0.0)),
     "conv": (networks.ConvLinearCompress(2, 4, 4), dict(kv=torch.zeros(1, 2, 3, 6, 4))),
-    "CompressTransformer": (networks.CompressTransformer, dict(num_layers=1, dim=4, num_heads=3)),
-    "SumPool": (networks.SumPool, dict(dim_head=2, gain=float("nan"))),
     "kv": (networks.CompressTransformer(1, 8, 2), dict(kv=torch.randn(1, 3, 2, 5, 4))),
     "stages": (nsa.NSAConfig, LAYER | ROTATED | dict(num_local_blocks=4, num_selected_groups=2)),
     "8 bits": (nsa.NSAConfig, LAYER | ROTATED | dict(ranking_bits=8)),
@@ -331,6 +349,7 @@ REFUSED = {
         "lengths goes with a cache": dict(lengths=[1, 2]),
         "between 0 and 16": dict(cache=KVCache(), lengths=[1, 17]),
         "cache holds 3 rows but the input has 2": dict(cache=KVCache(batch=3)),
+        "inp must be on cpu as the weights are, got a torch.float32": dict(inp=X.to("meta")),
         "mask must be bool of shape [2, 16] on cpu": dict(mask=torch.zeros(B, T)),
         "tensor of shape [2, 16] on meta": dict(mask=torch.ones(B, T, device="meta").bool()),
         "tensor of shape [2, 1, 16, 16]": dict(mask=torch.ones(B, 1, T, T, dtype=torch.bool)),
@@ -358,6 +377,7 @@ REFUSED = {
             use_sparse_attn=True, use_flex_fine_selection=True, use_triton_fine_selection=True
         ),
         "below 1, got 3": dict(use_sparse_attn=True, local_layers=[3]),
+        "local_layers must be a list of": dict(use_sparse_attn=True, local_layers=b"\0"),
         "local_layers must be empty with use_sparse_attn=False": dict(local_layers=[0]),
         **{
             f"unexpected keyword argument {name!r}": dict(
@@ -369,6 +389,7 @@ REFUSED = {
     "model": {
         "give torch.tensor(ids)": dict(ids=[[1, 2]]),
         "give ids.long()": dict(ids=torch.ones(2, 3)),
+        "ids must be on cpu as the weights are": dict(ids=IDS.to("meta")),
         "ids must be token ids from 0 to 31": dict(ids=torch.tensor([[0, 32]])),
         "got -1": dict(ids=torch.tensor([[-1, 3]])),
         "as new_cache makes it, got 0 of them": dict(cache=[]),
@@ -391,6 +412,7 @@ REFUSED = {
             prompt_lengths=[5]
         ),
         "got [0, 5]": dict(prompt_lengths=[0, 5]),
+        "one for each row, got {1, 5}": dict(prompt_lengths={5, 1}),
         "top_k must be an integer of at least 1, got 0": dict(top_k=0),
         "filter_thres must be in [0, 1), got 1.0": dict(filter_thres=1.0),
         "top_p must be in (0, 1], got 0.0": dict(top_p=0.0),
@@ -451,6 +473,9 @@ REFUSED = {
     "select": {"k and num_selected_groups go together": dict(k=CALLS["whole"][1]["k"])},
     "window": {
         "one row of packed documents, got a batch of 2": dict(cu_seqlens=PACKED),
+        "q must be a tensor, got a nested tensor": dict(
+            q=torch.nested.nested_tensor_from_jagged(X[0], PACKED)
+        ),
     },
     "decode": {
         "ranking must be int32 on cpu, got 3": dict(ranking=3),
@@ -486,6 +511,7 @@ REFUSED = {
     "warmup": {
         "got torch.float64": dict(dtype=torch.float64),
         "lengths must be an integer": dict(lengths=[0]),
+        "lengths must be a sequence of integers": dict(lengths=b"8"),
         "device must be a CUDA device, got device": dict(device="cpu"),
     },
     "chunked": {
@@ -522,20 +548,18 @@ REFUSED = {
     "mha backward": {
         "mask_value must be a number up to 3.4e+38, got 1e+39": dict(mask_value=1e39),
         "do has E=3 but v has E=8": dict(do=torch.zeros(B, H, T, 3)),
+        "l must be float16 or bfloat16 or float32 on cpu": dict(l=torch.zeros(B, H, T).double()),
         "l has T=3 but q has T=16": dict(l=torch.zeros(B, H, 3)),
     },
-    "MLP": {"leaves at least one hidden unit of 4": {}, "start must be one of": dict(start="mean")},
-    "GroupedMLP": {"leaves at least one hidden unit of 4, got 0.0": {}},
+    "MLP": {"leaves at least one hidden unit of 4": dict(expand_factor=0.01)},
+    "GroupedMLP": {"leaves at least one hidden unit of 4, got 0.0": dict(expand_factor=0.0)},
     "conv": {
         "kv must have shape [b 2 w 4 d], got [1, 2, 3, 6, 4]": {},
         "kv must have shape [b 2 w 4 d], got [1, 4, 3, 4, 2]": dict(kv=torch.zeros(1, 4, 3, 4, 2)),
     },
     "CompressTransformer": {
-        "num_heads must divide dim=4, got 3": {},
-        "num_heads must be an integer of at least 1, got 0": dict(num_heads=0),
-        "num_layers must be an integer of at least 1, got 0": dict(num_layers=0),
+        "num_heads must divide dim=4, got 3": dict(num_heads=3),
     },
-    "SumPool": {"gain must be a finite number above 0, got nan": {}},
     "kv": {"kv must have h * d = dim = 8, got h=3 and d=4": {}},
 }
 

@@ -78,4 +78,5 @@ def test_blocks_below_the_diagonal_are_those_a_causal_mask_occupies(rows, column
     whole = ((r + 1) * rows <= 12)[:, None] & (c * columns < 12)
     assert torch.equal(found & whole, (counts > 0) & whole)
     assert below_or_on_diag(0, 1, 0, 1) is True
+    assert below_or_on_diag(torch.tensor(3, dtype=torch.uint8), 128, 3, 128)  # 512 is 0 in 8 bits
     assert below_or_on_diag(0, 128, 1, 128) is False

@@ -33,6 +33,7 @@ BAD = [
     (lambda: masks.document(IDS.numpy()), "document_ids must be an integer tensor .* got array"),
     (lambda: masks.document(IDS > 0), "document_ids must be an integer tensor .* got a torch.bool"),
     (lambda: masks.document(offsets=torch.tensor([1, 4])), "offsets must hold 0 .* got .1, 4"),
+    (lambda: masks.document(offsets=IDS.to("meta")), "offsets must be a tensor with values, got"),
     (lambda: masks.sasa(4, 4, 4), "kernel_height must be odd, .* got 4"),
     (lambda: masks.sasa(4, 4, 3, 2), "kernel_width must be odd, .* got 2"),
     (lambda: masks.natten(4, 9, 5), "kernel_height must be at most canvas_height=4, got 5"),
@@ -55,6 +56,7 @@ BAD = [
     (lambda: attend(q=nested((2, 2, 1), 2, 8)[0]), "q has B=3 but k has B=2"),
     (lambda: attend(k=nested((2, 3), 2, 4)[0]), "k has D=4 but q has D=8"),
     (lambda: attend(q=nested((2, 3), 3, 8)[0]), "heads must be a multiple of kv_heads"),
+    (lambda: attend(block_mask=masks.causal), "block_mask must be a BlockMask or None, got"),
     (lambda: attend(A, A, A, masks.causal, block_mask=FULL), "block_mask must be .* without mask_"),
     (
         lambda: attend(block_mask=masks.jagged_block_mask(None, torch.tensor([0, 4]))),
@@ -67,8 +69,10 @@ BAD = [
     (lambda: masks.block_mask_of(twice, 4, 4, CPU), "what mask_mod returns must be bool on cpu"),
     (lambda: masks.dense_attention(ROW, ROW, ROW, mask_mod=twice), "what mask_mod returns must be"),
     (lambda: masks.alibi(4, torch.ones(3)), r"slopes must be floating, of shape \[4\], got a"),
+    (lambda: masks.alibi(4, torch.ones(4), "cpu"), "device must be None with slopes, .* got 'cpu'"),
     (lambda: masks.soft_cap(0), "cap must be a positive finite number of at least 1.2e-38, got 0"),
     (lambda: masks.relative_bias(torch.ones(4)), r"table must be floating, of shape \[heads, 2 m"),
+    (lambda: masks.relative_bias(torch.ones(5).to(torch.float8_e4m3fn)), "table must be floating"),
     (lambda: masks.relative_bias([1.0]), r"table must be floating, .* got \[1.0\]"),
 ]
 
