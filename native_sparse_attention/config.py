@@ -459,7 +459,8 @@ class NSAConfig(AttentionConfig):
 
     def check(self) -> None:
         if self.compress_block_sliding_stride is None:
-            self.keep(compress_block_sliding_stride=self.compress_block_size)
+            size = check_int("compress_block_size", self.compress_block_size, 1)
+            self.keep(compress_block_sliding_stride=size)
         if self.kv_heads is None:
             self.keep(kv_heads=self.heads)
         if self.index_dim is None:

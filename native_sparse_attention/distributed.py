@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,6 +48,7 @@ from .checks import (
     check_bools,
     check_documents,
     check_given,
+    check_int,
     check_rows,
     check_type,
     refusal,
@@ -330,8 +331,7 @@ def check_buffers(buffers: Any, seq_dims: Any, step: int, why: str) -> None:
         raise refusal("seq_dims", f"{len(buffers)} dimensions, one for each of buffers", seq_dims)
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         check_given(buffers=buffer)
-        if not isinstance(dim, int) or not -buffer.ndim <= dim < buffer.ndim:
-            raise refusal("seq_dims", f"dimensions of buffers, of {[*buffer.shape]}", dim)
+        check_int("seq_dims", dim, -buffer.ndim, buffer.ndim)
         if buffer.shape[dim] % step:
             expected = f"a multiple of {step} tokens, {why}"
             raise ValueError(f"buffers must have {expected}, got {buffer.shape[dim]}")
@@ -702,7 +702,9 @@ def parallelize(
         if value is not None and not (data if name == "mp_policy" else "tp" in names):
             raise ValueError(f"{name} needs {needed} among the dimensions of mesh, got {names}")
     layers = sparse_layers(model)
-    blocks = None if blocks is None else [*blocks]
+    if blocks is not None:
+        check_type("blocks", blocks, Iterable, "modules of the model, or None")
+        blocks = [*blocks]
     for block in blocks or ():
         check_type("blocks", block, Module, "modules of the model")
     if blocks is None:

@@ -18,7 +18,6 @@ from ..checks import (
     check_ints,
     check_model,
     check_type,
-    check_values,
     refusal,
 )
 from ..ranking import WEIGHTS
@@ -77,7 +76,6 @@ def distill(
         raise refusal("model", expected, got=f"a {type(model).__name__} without")
     embedding: Any = getattr(model, "get_input_embeddings", lambda: nn.Identity())()
     ids = check_ids("ids", ids, embedding)
-    check_values("ids", ids)
     is_alone, minimum = stage == "ranking", 0
     for c in (layer.config for layer in layers):
         blocks = c.num_initial_blocks + max(1, c.num_local_blocks) + 2

@@ -35,6 +35,7 @@ from ..checks import (
     check_tensor,
     check_type,
     describe,
+    is_strided,
     refusal,
 )
 from ..ranking import WEIGHTS, sampled
@@ -151,7 +152,7 @@ def ranking_losses(model: nn.Module, queries: Tensor, weights: str = "output") -
         ValueError: a model without layers of `importance="index"`, or in such a context already.
     """
     check_model(model)
-    if not isinstance(queries, Tensor) or queries.dtype not in INTEGER_DTYPES or queries.ndim != 1:
+    if not is_strided(queries) or queries.dtype not in INTEGER_DTYPES or queries.ndim != 1:
         raise refusal("queries", "positions [m], a tensor of integers", queries)
     check_choice("weights", weights, WEIGHTS)
     modules = [module for module in model.modules() if isinstance(module, NSAAttention)]
@@ -276,6 +277,8 @@ class NSAModel(NSAPreTrainedModel, LlamaModel):
         is_mask = isinstance(attention_mask, (Tensor, NSAMask, type(None)))
         if not is_mask or getattr(attention_mask, "ndim", 1) == 0:
             raise refusal("attention_mask", "a tensor [B, S] or None", attention_mask)
+        if position_ids is not None:
+            check_shapes(position_ids=(position_ids, "B T"))
         x = input_ids if inputs_embeds is None else inputs_embeds
         has_cache = use_cache or cache
         if not has_cache and attention_mask is None and position_ids is None and x is not None:
@@ -334,6 +337,8 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
         input_ids = check_inputs(input_ids, inputs_embeds, self.model.embed_tokens)
         if ranking_weights is not None:
             check_choice("ranking_weights", ranking_weights, WEIGHTS)
+        if getattr(logits_to_keep, "ndim", 0) == 0:
+            logits_to_keep = check_int("logits_to_keep", logits_to_keep, 0)
         for name, given in (("labels", labels), ("shift_labels", targets)):
             if given is not None:
                 # any device: labels lie with the logits, which may be on another one than ids

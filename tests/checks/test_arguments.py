@@ -286,6 +286,9 @@ REFUSED = {
     "SparseAttention": {
         "heads must be a multiple of kv_heads, got heads=4 and kv_heads=3": dict(kv_heads=3),
         "dim_head must be even for rotary embedding, got 7": dict(dim_head=7),
+        "compress_block_size must be an": dict(
+            compress_block_size="8", compress_block_sliding_stride=None
+        ),
         "compress_block_size must be at least": dict(compress_block_sliding_stride=16),
         "must divide one another, got 10 and 4": dict(selection_block_size=10),
         "selection_stride must divide selection_block_size=8": dict(selection_stride=3),

@@ -147,7 +147,7 @@ def test_bad_input_is_refused():
         (dict(ids=["text"]), "ids must be a tensor of integers"),
         (dict(ids=text.float()), "ids must be a tensor of integers"),
         (dict(ids=text + 64), "ids must be token ids from 0 to 63"),
-        (dict(ids=text.to("meta")), "ids must be a tensor with values"),
+        (dict(ids=text.to("meta")), "ids must be on cpu as the weights are"),
         (dict(model=torch.nn.Identity()), "model must be one of convert.* got a Identity without"),
         (dict(ids=text[:, :15]), "rows of 16 tokens"),
         (dict(model=tiny()), "with layers of importance='index', got a LlamaForCausalLM without"),

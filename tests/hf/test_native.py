@@ -110,6 +110,8 @@ def test_calls_of_another_form_are_refused():
             dict(input_ids=text, position_ids=torch.arange(5)[None]),
             "position_ids must be of 12 tokens, got a",
         ),
+        (dict(input_ids=text, position_ids=3), "position_ids must be a tensor of shape"),
+        (dict(input_ids=text, logits_to_keep=-1), "logits_to_keep must be an integer of at least"),
         (dict(input_ids=text, use_cache="no"), "use_cache must be True or False, got 'no'"),
         (
             {"input_ids": text, CACHE: [KVCache()]},

@@ -184,7 +184,8 @@ def check_refused(mesh) -> None:
         ("buffers must have a multiple of 2", lambda: context_parallel_unshard(mesh, *odd)),
         ("buffers must be a list", lambda: context_parallel_shard(mesh, x, [1])),
         ("seq_dims must be 1 dimensions", lambda: context_parallel_shard(mesh, [x], [1, 1])),
-        ("seq_dims must be dimensions", lambda: context_parallel_unshard(mesh, [x], [3])),
+        ("seq_dims must be an integer", lambda: context_parallel_unshard(mesh, [x], [True])),
+        ("of at least -3 and below 3, got 3", lambda: context_parallel_unshard(mesh, [x], [3])),
     ):
         assert words in message(call), words
 
