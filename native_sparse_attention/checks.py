@@ -76,9 +76,11 @@ def check_keywords(keywords: Iterable[str], accepted: Iterable[str]) -> None:
             raise UnexpectedKeyword(f"got an unexpected keyword argument {name!r}{hint}")
 
 
-def check_type(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
-    if not isinstance(value, kind):
-        raise refusal(name, expected, value)
+def check_type(
+    name: str, value: Any, kind: type | tuple[type, ...], expected: str, or_none: bool = False
+) -> None:
+    if not (isinstance(value, kind) or (or_none and value is None)):
+        raise refusal(name, expected + " or None" * or_none, value)
 
 
 def check_model(model: Any) -> None:
@@ -86,8 +88,7 @@ def check_model(model: Any) -> None:
 
 
 def check_generator(generator: Any) -> None:
-    if generator is not None:
-        check_type("generator", generator, torch.Generator, "a torch.Generator or None")
+    check_type("generator", generator, torch.Generator, "a torch.Generator", or_none=True)
 
 
 def check_callable(name: str, function: Any, signature: str, required: bool = False) -> None:
@@ -157,15 +158,18 @@ def check_ints(minimum: int, **values: Any) -> tuple[int, ...]:
     return tuple(check_int(name, value, minimum) for name, value in values.items())
 
 
-def check_sequence(name: str, values: Any, expected: str) -> None:
+def check_int_list(
+    name: str, values: Any, expected: str, minimum: int, limit: int = TOO_LARGE
+) -> list[int]:
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise refusal(name, expected, values)
+    return [check_int(name, value, minimum, limit) for value in values]
 
 
 def check_layers(name: str, layers: Any, count: int) -> list[int]:
     """Indices of `count` layers, in order and counted from 0."""
-    check_sequence(name, layers, "a list of indices of layers")
-    return sorted({check_int(name, index, -count, count) % count for index in layers})
+    indices = check_int_list(name, layers, "a list of indices of layers", -count, count)
+    return sorted({index % count for index in indices})
 
 
 def check_share_ranking(layers: Any, selecting: Sequence[int], count: int) -> dict[int, int]:
@@ -238,7 +242,7 @@ def check_input(inp: Any, dim: int, linear: Any, name: str = "inp") -> None:
     weight = getattr(linear, "weight", None)
     if type(weight) is not nn.Parameter or linear._forward_pre_hooks:
         return
-    check_meta(name, inp, weight)
+    check_values(name, inp, weight)
     if inp.dtype == weight.dtype or weight.dtype not in FLOAT_DTYPES:
         return
     if not torch.is_autocast_enabled(inp.device.type):
@@ -248,16 +252,10 @@ def check_input(inp: Any, dim: int, linear: Any, name: str = "inp") -> None:
         )
 
 
-def check_meta(name: str, tensor: Tensor, weight: Tensor) -> None:
-    """Refuse a tensor without values where weights have some: torch embeds such ids as memory that
-    nothing has written."""
-    if tensor.device.type == "meta" != weight.device.type:
-        raise refusal(name, f"on {weight.device} as the weights are", tensor)
-
-
-def check_values(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor of which the host must read values."""
-    if tensor.is_meta:
+def check_values(name: str, tensor: Tensor, weight: Any = None) -> None:
+    """Refuse a tensor on meta, unless the weights are there too: torch embeds ids without values as
+    memory that nothing has written."""
+    if tensor.device.type == "meta" and (weight is None or weight.device.type != "meta"):
         raise refusal(name, "a tensor with values", tensor)
 
 
@@ -271,7 +269,7 @@ def check_ids(name: str, ids: Any, embedding: nn.Module) -> Tensor:
         raise refusal(name, "a tensor of integers of shape [b, n]", got=got)
     if ids.ndim != 2:
         raise ValueError(f"{name} must have shape [b, n], got {list(ids.shape)}")
-    check_meta(name, ids, getattr(embedding, "weight", ids))
+    check_values(name, ids, getattr(embedding, "weight", ids))
     ids, size = ids.long(), getattr(embedding, "num_embeddings", None)
     is_on_host = type(ids) is Tensor and ids.device.type == "cpu"
     if size is None or not is_on_host or torch.compiler.is_compiling() or ids.numel() == 0:
@@ -323,20 +321,13 @@ def check_given(**tensors: Any) -> None:
             raise refusal(name, "a tensor", tensor)
 
 
-def check_devices(**tensors: Tensor) -> None:
-    """Check that all tensors are on the device of the first."""
-    first_name, first = next(iter(tensors.items()))
-    for name, tensor in tensors.items():
-        if tensor.device != first.device:
-            raise ValueError(f"{name} is on {tensor.device} but {first_name} is on {first.device}")
-
-
 def check_same(**tensors: Tensor) -> None:
     """Check that tensors share a device and a floating dtype."""
     first_name, first = next(iter(tensors.items()))
     check_tensor(first_name, first, FLOAT_DTYPES, first.device)
-    check_devices(**tensors)
     for name, tensor in tensors.items():
+        if tensor.device != first.device:
+            raise ValueError(f"{name} is on {tensor.device} but {first_name} is on {first.device}")
         if tensor.dtype != first.dtype:
             raise ValueError(f"{name} is {tensor.dtype} but {first_name} is {first.dtype}")
 

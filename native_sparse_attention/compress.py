@@ -312,9 +312,7 @@ class CompressTransformer(Started):
         dropout: float = 0.0,
     ):
         super().__init__()
-        num_layers, dim, num_heads = check_ints(
-            1, num_layers=num_layers, dim=dim, num_heads=num_heads
-        )
+        check_ints(1, num_layers=num_layers, dim=dim, num_heads=num_heads)
         if dim % num_heads:
             raise ValueError(f"num_heads must divide dim={dim}, got {num_heads}")
         width = 4 * dim if ff_hidden_dim is None else check_int("ff_hidden_dim", ff_hidden_dim, 1)

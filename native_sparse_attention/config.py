@@ -134,8 +134,7 @@ class AttentionConfig:
         self.keep_checked(check_bool, *flags)
         self.keep_checked(check_positive, "soft_cap")
         self.keep(branches=check_branches(self.branches), scale=check_scale(self.scale))
-        if self.block_sizes is not None:
-            check_type("block_sizes", self.block_sizes, BlockSizes, "a BlockSizes or None")
+        check_type("block_sizes", self.block_sizes, BlockSizes, "a BlockSizes", or_none=True)
         check_choice("importance", self.importance, (*IMPORTANCE_RULES, "given"))
         d, l, s, stride = (getattr(self, name) for name in sizes)
         # token positions must fit into 32 bits

@@ -25,7 +25,6 @@ from .checks import (
     check_bools,
     check_broadcasts,
     check_callable,
-    check_devices,
     check_given,
     check_groups,
     check_int,
@@ -253,7 +252,7 @@ def block_masked_attention(
     segments = check_segment_ids(segment_ids, dims, q.device)
     if not is_strided(mask) or list(mask.shape) not in ([T, S], [B, T, S]):
         raise ValueError(f"mask must have shape {[T, S]} or {[B, T, S]}, got {describe(mask)}")
-    check_devices(q=q, mask=mask)
+    check_tensor("mask", mask, (mask.dtype,), q.device)
     mask = mask if mask.ndim == 3 else mask[None]
 
     row_chunks, key_chunks = split_range(0, T, block_q), split_range(0, S, block_kv)

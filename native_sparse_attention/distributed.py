@@ -692,19 +692,17 @@ def parallelize(
     if activation_checkpointing and not isinstance(model, Transformer) and pretrained is None:
         expected = "goes with a Transformer or a model of transformers: wrap other layers"
         raise ValueError(f"activation_checkpointing {expected}")
-    if tp_plan is not None:
-        check_type("tp_plan", tp_plan, Mapping, "a mapping of names to styles, or None")
-    if mp_policy is not None:
-        check_type("mp_policy", mp_policy, MixedPrecisionPolicy, "a MixedPrecisionPolicy or None")
+    check_type("tp_plan", tp_plan, Mapping, "a mapping of names to styles", or_none=True)
+    expected = "a MixedPrecisionPolicy"
+    check_type("mp_policy", mp_policy, MixedPrecisionPolicy, expected, or_none=True)
     if not isinstance(compile, Mapping):
         check_bools(compile=compile)
     for name, value, needed in (("tp_plan", tp_plan, "tp"), ("mp_policy", mp_policy, "dp or cp")):
         if value is not None and not (data if name == "mp_policy" else "tp" in names):
             raise ValueError(f"{name} needs {needed} among the dimensions of mesh, got {names}")
     layers = sparse_layers(model)
-    if blocks is not None:
-        check_type("blocks", blocks, Iterable, "modules of the model, or None")
-        blocks = [*blocks]
+    check_type("blocks", blocks, Iterable, "modules of the model", or_none=True)
+    blocks = None if blocks is None else [*blocks]
     for block in blocks or ():
         check_type("blocks", block, Module, "modules of the model")
     if blocks is None:

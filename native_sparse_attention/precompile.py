@@ -7,15 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .attention import SparseAttention
-from .checks import (
-    check_bools,
-    check_choice,
-    check_device,
-    check_int,
-    check_sequence,
-    check_type,
-    describe,
-)
+from .checks import check_bools, check_choice, check_device, check_int_list, check_type, refusal
 from .compress import MeanPool
 from .config import NSAConfig
 
@@ -53,12 +45,11 @@ def warmup(
     """
     check_type("config", config, NSAConfig, "an NSAConfig")
     check_choice("dtype", dtype, DTYPES)
-    check_sequence("lengths", lengths, "a sequence of integers")
-    lengths = [check_int("lengths", length, 1) for length in lengths]
+    lengths = check_int_list("lengths", lengths, "a sequence of integers", 1)
     training, documents = check_bools(training=training, documents=documents)
     device = check_device("device", "cuda" if device is None else device)
     if device.type != "cuda":
-        raise ValueError(f"device must be a CUDA device, got {describe(device)}")
+        raise refusal("device", "a CUDA device", device)
     if not torch.cuda.is_available() or config.backend not in ("auto", "triton"):
         return 0
     from .kernels.common.precompile import compile_ahead

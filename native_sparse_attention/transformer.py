@@ -253,8 +253,7 @@ class Transformer(Started):
         if use_flex_fine_selection and use_triton_fine_selection:
             names = "use_flex_fine_selection and use_triton_fine_selection"
             raise ValueError(f"{names} are two ways to compute one branch: give one")
-        if sparse_attn_kwargs is not None:
-            check_type("sparse_attn_kwargs", sparse_attn_kwargs, Mapping, "a dict or None")
+        check_type("sparse_attn_kwargs", sparse_attn_kwargs, Mapping, "a dict", or_none=True)
         if sparse_attn_kwargs is not None and config is not None:
             raise ValueError("config and sparse_attn_kwargs are two ways to set layers: give one")
         if sparse_attn_kwargs is not None and not use_sparse_attn:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import TOO_MANY, as_int, check_device, check_int, describe, refusal
+from ..checks import TOO_MANY, as_int, check_device, check_int, check_type, describe, refusal
 from ..compat import is_exporting
 
 
@@ -722,8 +722,7 @@ def check_cache(
 ) -> KVCache | None:  # fmt: skip
     """Check the cache of a layer's call; `return_cache` without a cache makes a new one. Pages hold
     a multiple of `alignment` tokens: whole blocks and windows."""
-    if cache is not None and not isinstance(cache, KVCache):
-        raise ValueError(f"cache must be a KVCache, got {type(cache).__name__}")
+    check_type("cache", cache, KVCache, "a KVCache", or_none=True)
     if (return_cache or cache is not None) and not causal:
         raise ValueError("cache and return_cache need causal=True, this layer has causal=False")
     if cache is None and return_cache:
@@ -755,8 +754,7 @@ def check_caches(
     if len(set(map(id, caches))) != len(caches):
         raise ValueError("cache must hold a KVCache for each layer, got one of them twice")
     for index, (cache, layer) in enumerate(zip(caches, layers, strict=True)):
-        if not isinstance(cache, KVCache):
-            raise ValueError(f"cache[{index}] must be a KVCache, got {describe(cache)}")
+        check_type(f"cache[{index}]", cache, KVCache, "a KVCache")
         if hasattr(layer, "identity"):
             cache.check_layer(layer.identity, layer.geometry)
 

@@ -68,8 +68,7 @@ def distill(
     check_choice("ranking_weights", ranking_weights, WEIGHTS)
     check_model(model)
     check_generator(generator)
-    if teacher is not None:
-        check_type("teacher", teacher, nn.Module, "an nn.Module or None")
+    check_type("teacher", teacher, nn.Module, "an nn.Module", or_none=True)
     layers = [module for module in model.modules() if isinstance(module, SparseAttention)]
     if not layers:
         expected = "one of convert(model) or an NSAModel, with layers of importance='index'"

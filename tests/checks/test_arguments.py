@@ -217,7 +217,6 @@ X = torch.randn(B, T, 16)
     "settings",
     [
         dict(strategy_combine_mlp=nn.Linear(16, 8)),
-        dict(strategy_combine_mlp=nn.Linear),
         dict(compress_mlp=nn.Identity()),
         dict(compress_mlp=networks.AttentionPool(4, 8)),
         dict(compress_mlp=networks.GroupedMLP(8, 8, 3)),
@@ -348,11 +347,11 @@ REFUSED = {
     },
     "layer": {
         "inp must have shape [b, n, 16], got [2, 16, 3]": dict(inp=X[..., :3]),
-        "cache must be a KVCache, got tuple": dict(cache=((X, X),)),
+        "cache must be a KVCache or None, got tuple": dict(cache=((X, X),)),
         "lengths goes with a cache": dict(lengths=[1, 2]),
         "between 0 and 16": dict(cache=KVCache(), lengths=[1, 17]),
         "cache holds 3 rows but the input has 2": dict(cache=KVCache(batch=3)),
-        "inp must be on cpu as the weights are, got a torch.float32": dict(inp=X.to("meta")),
+        "inp must be a tensor with values, got a torch.float32": dict(inp=X.to("meta")),
         "mask must be bool of shape [2, 16] on cpu": dict(mask=torch.zeros(B, T)),
         "tensor of shape [2, 16] on meta": dict(mask=torch.ones(B, T, device="meta").bool()),
         "tensor of shape [2, 1, 16, 16]": dict(mask=torch.ones(B, 1, T, T, dtype=torch.bool)),
@@ -368,11 +367,9 @@ REFUSED = {
         "mask and lengths are two ways": dict(
             mask=torch.ones(1, T, dtype=torch.bool), lengths=[8], cache=KVCache()
         ),
-        "mask must be bool of shape [1, 16]": dict(mask=torch.ones(1, 7, dtype=torch.bool)),
     },
     "preset": {
         "name must be one of": dict(name="dense"),
-        "length must be an integer of at least 1, got 0": dict(length=0),
         "each once, got 3": dict(name="one-softmax", branches=3),
     },
     "Transformer": {
@@ -392,7 +389,7 @@ REFUSED = {
     "model": {
         "give torch.tensor(ids)": dict(ids=[[1, 2]]),
         "give ids.long()": dict(ids=torch.ones(2, 3)),
-        "ids must be on cpu as the weights are": dict(ids=IDS.to("meta")),
+        "ids must be a tensor with values": dict(ids=IDS.to("meta")),
         "ids must be token ids from 0 to 31": dict(ids=torch.tensor([[0, 32]])),
         "got -1": dict(ids=torch.tensor([[-1, 3]])),
         "as new_cache makes it, got 0 of them": dict(cache=[]),
@@ -403,14 +400,11 @@ REFUSED = {
     "stream": {
         "seq_len must be an integer of at least 16, got 3": dict(seq_len=3),
         "stop_tokens must be an integer of at least 0 and below 32": dict(stop_tokens=32),
-        "at least 0, got 1.5": dict(stop_tokens=[1.5]),
-        "at least 0, got -1": dict(stop_tokens=-1),
         "below 32, got array(40)": dict(stop_tokens=np.array(40)),
         "got a torch.int64 tensor of shape [] on meta": dict(
             stop_tokens=torch.ones(2, dtype=torch.long, device="meta")
         ),
         "prompt_lengths must be integers": dict(prompt_lengths=[True, 5]),
-        "one for each row, got [1.0, 5]": dict(prompt_lengths=[1.0, 5]),
         "prompt_lengths must be 2 integers between 1 and 16, the prompt's, got [5]": dict(
             prompt_lengths=[5]
         ),
@@ -429,10 +423,8 @@ REFUSED = {
         "cu_seqlens must be int32 or int64": dict(cu_seqlens=PACKED.float()),
         "[documents + 1]": dict(cu_seqlens=PACKED[None]),
         "two ways": dict(cu_seqlens=PACKED, mask=torch.ones(1, T, dtype=torch.bool)),
-        "mask must be bool": dict(mask=torch.ones(1, T)),
         "segment_ids must be int32 or int64": dict(segment_ids=torch.ones(1, 7).long()),
         "q_offset must be None": dict(cu_seqlens=PACKED, q_offset=3),
-        "soft_cap must be": dict(soft_cap=0.0),
         "float32 or float64 of shape [2] on cpu, got": dict(sinks=torch.zeros(3)),
         "backend must be a name or a tuple of names, got None": dict(backend=None),
         "backend must be a name or a tuple of at least one": dict(backend=()),
@@ -494,7 +486,6 @@ REFUSED = {
             page_table=torch.zeros(B, 4, dtype=torch.int32),
             **{name: CALLS["whole"][1][name][:, :3] for name in ("ck", "cv")},
         ),
-        "counters must be int32 of shape [2, 2, 8]": dict(counters=torch.zeros(B, K, 8)),
         "counters must be int32 of shape [2, 2, 8] on": dict(counters=torch.zeros(B, 1, 8).int()),
     },
     "documents": {
@@ -508,7 +499,6 @@ REFUSED = {
         "stride must be an integer": dict(cu_seqlens=PACKED, compress_block_sliding_stride="4"),
     },
     "nsa_cost": {
-        "T must be": dict(T=0),
         "dtype must be a floating dtype": dict(dtype=torch.int32),
     },
     "warmup": {
@@ -518,7 +508,6 @@ REFUSED = {
         "device must be a CUDA device, got device": dict(device="cpu"),
     },
     "chunked": {
-        "soft_cap must be a number of at least 1.2e-38 or None, got 0.0": dict(soft_cap=0.0),
         "mask must be bool on cpu, got a torch.float32": dict(mask=torch.ones(T, T)),
         "mask must broadcast to [B H T S] = [2, 4, 16, 16], got [9]": dict(mask=NINE),
         "what mask_mod returns must be bool on cpu, got a torch.int64": dict(
@@ -533,7 +522,6 @@ REFUSED = {
         "v has S=7 but k has S=16": dict(v=torch.zeros(B, 7, K, D)),
     },
     "block_masked": {
-        "cap must be a number of at least 1.2e-38 or None, got -1.0": dict(cap=-1.0),
         "mask must have shape [16, 16] or [2, 16, 16], got": dict(mask=torch.ones(3, T)),
         "k has D=3 but q has D=8": dict(k=torch.zeros(B, K, T, 3)),
     },
@@ -555,14 +543,11 @@ REFUSED = {
         "l has T=3 but q has T=16": dict(l=torch.zeros(B, H, 3)),
     },
     "MLP": {"leaves at least one hidden unit of 4": dict(expand_factor=0.01)},
-    "GroupedMLP": {"leaves at least one hidden unit of 4, got 0.0": dict(expand_factor=0.0)},
     "conv": {
         "kv must have shape [b 2 w 4 d], got [1, 2, 3, 6, 4]": {},
         "kv must have shape [b 2 w 4 d], got [1, 4, 3, 4, 2]": dict(kv=torch.zeros(1, 4, 3, 4, 2)),
     },
-    "CompressTransformer": {
-        "num_heads must divide dim=4, got 3": dict(num_heads=3),
-    },
+    "CompressTransformer": {"num_heads must divide dim=4, got 3": dict(num_heads=3)},
     "kv": {"kv must have h * d = dim = 8, got h=3 and d=4": {}},
 }
 
