@@ -97,6 +97,12 @@ def check_callable(name: str, function: Any, signature: str, required: bool = Fa
         raise refusal(name, expected, function)
 
 
+def check_block_mask(name: str, mask: Any, maker: str) -> None:
+    from torch.nn.attention.flex_attention import BlockMask  # loads sympy, so not at import
+
+    check_type(name, mask, BlockMask, f"a BlockMask, as {maker} makes it")
+
+
 def check_device(name: str, device: Any) -> torch.device:
     """Check a device, its name, or the number of a GPU."""
     try:

@@ -15,7 +15,7 @@ from rotary_embedding_torch import RotaryEmbedding, apply_rotary_emb
 from torch import Tensor
 from torch.nn import Module
 
-from .checks import FLOAT_DTYPES, check_number, describe, refusal
+from .checks import FLOAT_DTYPES, check_number, describe, is_strided, refusal
 from .ops.triton.elementwise import rotate as run_kernel
 
 
@@ -98,7 +98,7 @@ def make_frequencies(dim: int, theta: float, inv_freq: Any) -> tuple[float, ...]
         # angles fit into float32
         base = check_number("rope_theta", theta, "a number from 1e-28 to 3.4e38", 1e-28)
         return tuple(base ** (-2 * i / dim) for i in range(dim // 2))
-    is_vector = isinstance(inv_freq, Tensor) and inv_freq.ndim == 1 and not inv_freq.is_meta
+    is_vector = is_strided(inv_freq) and inv_freq.ndim == 1 and not inv_freq.is_meta
     if (
         not is_vector
         or inv_freq.dtype not in FLOAT_DTYPES

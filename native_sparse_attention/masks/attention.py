@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checks import (
+    check_block_mask,
     check_callable,
     check_given,
     check_groups,
@@ -175,16 +176,17 @@ def jagged_attention(
         raise ValueError("k and v must have the same offsets, got different ones")
     if len(offsets) != len(kv_offsets):
         raise ValueError(f"q has B={len(offsets) - 1} but k has B={len(kv_offsets) - 1}")
-    lengths = getattr(block_mask, "seq_lengths", None)
+    if block_mask is not None:
+        check_block_mask("block_mask", block_mask, "jagged_block_mask")
     # flex_attention needs a query and a key
     uses_flex = q_values.is_cuda and dims["T"] > 0 and dims["S"] > 0
     if block_mask is None and uses_flex:
         block_mask = jagged_block_mask(mask_mod, offsets, kv_offsets)
     elif block_mask is None:
         mask_mod = jagged_mask_mod(mask_mod, offsets, kv_offsets)
-    elif mask_mod is not None or lengths != (dims["T"], dims["S"]):
-        got = f"{describe(lengths or block_mask)} and mask_mod={describe(mask_mod)}"
-        expected = f"a BlockMask of {dims['T']} queries and {dims['S']} keys, without mask_mod"
+    elif mask_mod is not None or block_mask.shape[-2:] != (dims["T"], dims["S"]):
+        got = f"shape {block_mask.shape} and mask_mod={describe(mask_mod)}"
+        expected = f"of {dims['T']} queries and {dims['S']} keys, without mask_mod"
         raise refusal("block_mask", expected, got=got)
     if score_mod is not None:
         score_mod = jagged_score_mod(score_mod, offsets, kv_offsets)

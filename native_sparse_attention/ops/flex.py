@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import blocks
+from ..checks import check_block_mask
 from ..compat import cast_to_autocast_dtype, no_autocast
 from ..config import AttentionConfig
 from ..masks import gallery, nsa
@@ -158,7 +159,9 @@ def fine_block_mask(call: Call, config: AttentionConfig) -> BlockMask:
         read = own_block if causal else indices.amax(dim=-1, keepdim=True)
         indices = torch.where(indices < 0, read, indices)
     groups = call.q.shape[2] // indices.shape[1]
-    return call.fine_selection_flex_mask(indices, num_grouped_queries=groups)
+    mask: BlockMask = call.fine_selection_flex_mask(indices, num_grouped_queries=groups)
+    check_block_mask("what fine_selection_flex_mask returns", mask, "create_fine_mask")
+    return mask
 
 
 def window_keys(call: Call, config: AttentionConfig) -> Any:

@@ -38,6 +38,7 @@ from ..checks import (
     BRANCHES,
     FLOAT_DTYPES,
     INDEX_DTYPES,
+    check_block_mask,
     check_bool,
     check_callable,
     check_documents,
@@ -48,7 +49,6 @@ from ..checks import (
     check_same,
     check_shapes,
     check_tensor,
-    check_type,
     check_windows,
     describe,
 )
@@ -96,10 +96,7 @@ def check_read(call: Call, config: AttentionConfig) -> None:
 def check_masks(window: Any, fine: Any) -> None:
     """Check flex masks of the window and of the selected branch."""
     if window is not None:
-        from torch.nn.attention.flex_attention import BlockMask
-
-        expected = "a BlockMask, as create_sliding_mask makes it"
-        check_type("sliding_window_flex_mask", window, BlockMask, expected)
+        check_block_mask("sliding_window_flex_mask", window, "create_sliding_mask")
     signature = "(block_indices, num_grouped_queries), as create_fine_mask makes it,"
     check_callable("fine_selection_flex_mask", fine, signature)
 

@@ -458,6 +458,7 @@ REFUSED = {
     "groups": {"need selection_stride=1": dict(cache=KVCache())},
     "top_k": {"must be None with use_diff_topk=True": {}},
     "own rankings": {
+        "returns must be a BlockMask": dict(fine_selection_flex_mask=lambda *a, **b: None),
         "cv must be None with branches": dict(cv=CALLS["whole"][1]["cv"]),
         "mem_k must be None with branches": dict(mem_k=torch.zeros(K, 1, D)),
         "branch_gates must be None with branches": dict(branch_gates=torch.zeros(B, T, H, 3)),

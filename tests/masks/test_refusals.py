@@ -56,11 +56,11 @@ BAD = [
     (lambda: attend(q=nested((2, 2, 1), 2, 8)[0]), "q has B=3 but k has B=2"),
     (lambda: attend(k=nested((2, 3), 2, 4)[0]), "k has D=4 but q has D=8"),
     (lambda: attend(q=nested((2, 3), 3, 8)[0]), "heads must be a multiple of kv_heads"),
-    (lambda: attend(block_mask=masks.causal), "block_mask must be .* got <function causal"),
+    (lambda: attend(block_mask=masks.causal), "block_mask must be a BlockMask, as jagged_"),
     (lambda: attend(A, A, A, masks.causal, block_mask=FULL), "block_mask must be .* without mask_"),
     (
         lambda: attend(block_mask=masks.jagged_block_mask(None, torch.tensor([0, 4]))),
-        r"block_mask must be a BlockMask of 5 queries .* \(4, 4\)",
+        r"block_mask must be of 5 queries and 5 keys, .* \(1, 1, 4, 4\)",
     ),
     (
         lambda: masks.create_fine_mask(4, 2)(torch.zeros(1, 1, 5, 1).long()),
