@@ -25,7 +25,6 @@ from .checks import (
     check_block_indices,
     check_bool,
     check_input,
-    check_model,
     check_rows,
     check_type,
     copied,
@@ -60,7 +59,7 @@ def find_sparse_layers(
     model: Any, expected: str = "", fits: Callable[[Any], Any] = bool
 ) -> dict[str, SparseAttention]:
     """The sparse layers of a model by name, of those that fit what is `expected`."""
-    check_model(model)
+    check_type("model", model, nn.Module, "an nn.Module")
     named = model.named_modules()
     layers = {n: m for n, m in named if isinstance(m, SparseAttention) and fits(m)}
     if not layers:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from .checks import FLOAT_DTYPES, as_int, check_groups, check_int, check_ints, refusal
+from .checks import FLOAT_DTYPES, as_int, check_choice, check_groups, check_int, check_ints, refusal
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ class BlockSizes:
         dim_head, heads = check_ints(1, dim_head=dim_head, heads=heads)
         kv_heads = heads if kv_heads is None else check_int("kv_heads", kv_heads, 1)
         groups = check_groups(heads, kv_heads)
-        if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
-            raise refusal("dtype", "a floating torch.dtype", dtype)
+        check_choice("dtype", dtype, FLOAT_DTYPES)
         problem = (dim_head, groups, dtype)
         sizes: list[int] = []
         for kernel in ("forward", "dq", "dkv"):

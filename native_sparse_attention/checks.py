@@ -83,10 +83,6 @@ def check_type(
         raise refusal(name, expected + " or None" * or_none, value)
 
 
-def check_model(model: Any) -> None:
-    check_type("model", model, nn.Module, "an nn.Module")
-
-
 def check_generator(generator: Any) -> None:
     check_type("generator", generator, torch.Generator, "a torch.Generator", or_none=True)
 
@@ -249,9 +245,8 @@ def check_input(inp: Any, dim: int, linear: Any, name: str = "inp") -> None:
     if type(weight) is not nn.Parameter or linear._forward_pre_hooks:
         return
     check_values(name, inp, weight)
-    if inp.dtype == weight.dtype or weight.dtype not in FLOAT_DTYPES:
-        return
-    if not torch.is_autocast_enabled(inp.device.type):
+    is_other = inp.dtype != weight.dtype and weight.dtype in FLOAT_DTYPES
+    if is_other and not torch.is_autocast_enabled(inp.device.type):
         raise ValueError(
             f"{name} must be {weight.dtype} as the layer is, got {inp.dtype}: cast one of the two, "
             "or use torch.autocast"

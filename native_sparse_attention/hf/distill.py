@@ -16,7 +16,6 @@ from ..checks import (
     check_generator,
     check_ids,
     check_ints,
-    check_model,
     check_type,
     refusal,
 )
@@ -66,7 +65,7 @@ def distill(
     lr = check_factor("lr", lr)
     check_choice("stage", stage, ("ranking", "all"))
     check_choice("ranking_weights", ranking_weights, WEIGHTS)
-    check_model(model)
+    check_type("model", model, nn.Module, "an nn.Module")
     check_generator(generator)
     check_type("teacher", teacher, nn.Module, "an nn.Module", or_none=True)
     layers = [module for module in model.modules() if isinstance(module, SparseAttention)]

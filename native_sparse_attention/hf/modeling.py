@@ -30,7 +30,6 @@ from ..checks import (
     check_ids,
     check_int,
     check_keywords,
-    check_model,
     check_shapes,
     check_tensor,
     check_type,
@@ -151,7 +150,7 @@ def ranking_losses(model: nn.Module, queries: Tensor, weights: str = "output") -
     Raises:
         ValueError: a model without layers of `importance="index"`, or in such a context already.
     """
-    check_model(model)
+    check_type("model", model, nn.Module, "an nn.Module")
     if not is_strided(queries) or queries.dtype not in INTEGER_DTYPES or queries.ndim != 1:
         raise refusal("queries", "positions [m], a tensor of integers", queries)
     check_choice("weights", weights, WEIGHTS)

@@ -28,10 +28,11 @@ from ..checks import (
     check_device,
     check_int,
     check_number,
+    check_shapes,
+    check_tensor,
     check_values,
     describe,
     is_strided,
-    refusal,
 )
 from .nsa import MaskMod, constant, sliding_mask_mod
 
@@ -214,10 +215,8 @@ def alibi(
     num_heads = check_int("num_heads", num_heads, 1, TOO_MANY)
     if slopes is None:
         slopes = alibi_slopes(num_heads, device)
-    elif not is_floating(slopes) or list(slopes.shape) != [num_heads]:
-        raise ValueError(f"slopes must be floating, of shape [{num_heads}], got {describe(slopes)}")
-    elif device is not None:
-        raise refusal("device", "None with slopes, which are on one", device)
+    check_shapes(slopes=(slopes, str(num_heads)))
+    check_tensor("slopes", slopes, FLOAT_DTYPES, slopes.device)
     return partial(alibi_bias, slopes=slopes)
 
 
@@ -235,7 +234,8 @@ def relative_bias(table: Tensor) -> ScoreMod:
     `dense_attention` anywhere. Compiling may fail with "out of resource" (heads of 64 in bf16 on an
     H200, torch 2.11): then pass `kernel_options={"num_stages": 2}` to flex_attention.
     """
-    if not is_floating(table) or table.ndim not in (1, 2) or table.shape[-1] % 2 == 0:
+    is_floating = is_strided(table) and table.dtype in FLOAT_DTYPES
+    if not is_floating or table.ndim not in (1, 2) or table.shape[-1] % 2 == 0:
         raise ValueError(
             "table must be floating, of shape [heads, 2 m + 1] or [2 m + 1], an entry for every "
             f"distance of -m .. m, got {describe(table)}"
@@ -348,7 +348,3 @@ def sequence_ids(name: str, offsets: Tensor) -> Tensor:
         raise ValueError(f"{name} must hold 0 and ends that never decrease, got {numbers}")
     sequences = torch.arange(len(offsets) - 1, device=offsets.device)
     return sequences.repeat_interleave(offsets.diff().long())
-
-
-def is_floating(value: Any) -> bool:
-    return is_strided(value) and value.dtype in FLOAT_DTYPES
