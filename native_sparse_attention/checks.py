@@ -160,18 +160,11 @@ def check_ints(minimum: int, **values: Any) -> tuple[int, ...]:
     return tuple(check_int(name, value, minimum) for name, value in values.items())
 
 
-def check_int_list(
-    name: str, values: Any, expected: str, minimum: int, limit: int = TOO_LARGE
-) -> list[int]:
-    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
-        raise refusal(name, expected, values)
-    return [check_int(name, value, minimum, limit) for value in values]
-
-
 def check_layers(name: str, layers: Any, count: int) -> list[int]:
     """Indices of `count` layers, in order and counted from 0."""
-    indices = check_int_list(name, layers, "a list of indices of layers", -count, count)
-    return sorted({index % count for index in indices})
+    if not isinstance(layers, Sequence) or isinstance(layers, (str, bytes)):
+        raise refusal(name, "a list of indices of layers", layers)
+    return sorted({check_int(name, index, -count, count) % count for index in layers})
 
 
 def check_share_ranking(layers: Any, selecting: Sequence[int], count: int) -> dict[int, int]:

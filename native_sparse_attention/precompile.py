@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .attention import SparseAttention
-from .checks import check_bools, check_choice, check_device, check_int_list, check_type, refusal
+from .checks import check_bools, check_choice, check_device, check_int, check_type, refusal
 from .compress import MeanPool
 from .config import NSAConfig
 
@@ -45,7 +45,9 @@ def warmup(
     """
     check_type("config", config, NSAConfig, "an NSAConfig")
     check_choice("dtype", dtype, DTYPES)
-    lengths = check_int_list("lengths", lengths, "a sequence of integers", 1)
+    if isinstance(lengths, (str, bytes)) or not isinstance(lengths, Sequence):
+        raise refusal("lengths", "a sequence of integers", lengths)
+    lengths = [check_int("lengths", length, 1) for length in lengths]
     training, documents = check_bools(training=training, documents=documents)
     device = check_device("device", "cuda" if device is None else device)
     if device.type != "cuda":

@@ -318,7 +318,7 @@ def test_pages_come_and_go():
     decoder.step(1)
     cache.reserve([8, 0])
     with pytest.raises(ValueError, match="row 1 holds 9 of max_length=64"):
-        cache.reserve([8, 60])
+        cache.reserve(torch.tensor([8, 60]))
     with pytest.raises(ValueError, match="no storage before the first call"):
         PagedKVCache(8, 10, 2, 64).reserve([8, 8])
     assert cache.free_pages == 4

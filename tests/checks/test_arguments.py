@@ -31,12 +31,6 @@ def tensors():
     return q, k, v, ck, cv
 
 
-def filled_pages():
-    cache = nsa.PagedKVCache(page_size=8, num_pages=9, batch=B, max_length=32)
-    SparseAttention(**LAYER)(torch.randn(B, T, 16), cache=cache)
-    return cache
-
-
 def calls():
     """Name: (function, a good call of it)."""
     q, k, v, ck, cv = tensors()
@@ -107,7 +101,6 @@ def calls():
         "warmup": (nsa.warmup, dict(config=nsa.NSAConfig(**LAYER))),
         "below_or_on_diag": (nsa.below_or_on_diag, dict(r=0, r_blk_size=4, c=0, c_blk_size=4)),
         "byte_texts": (view.byte_texts, dict(data=b"")),
-        "reserve": (filled_pages().reserve, dict(counts=[1, 1])),
         "MLP": (networks.default_compress_mlp, window),
         "SumPool": (networks.SumPool, dict(dim_head=2)),
         "AttentionPool": (networks.AttentionPool, window),
