@@ -70,6 +70,7 @@ RANKINGS: dict[str, Settings] = {
     "any head": dict(importance="head_max"),
     "any head, 8 bits": ANY_HEAD,
     "any head, 8 bits, R = 4": dict(ANY_HEAD, selection_stride=4),
+    "32 by any head, 8 bits, R = 4": dict(ANY_HEAD, selection_stride=4, num_selected_blocks=32),
     "any head, 8 bits, one ranking for 2 layers": dict(ANY_HEAD, share_ranking=2),
     "any head, two stages": dict(importance="head_max", **STAGES),
     "R = 4": dict(selection_stride=4),
@@ -81,7 +82,6 @@ RANKINGS: dict[str, Settings] = {
     "any head, layers 2 and 4 local": dict(importance="head_max", local_layers=[1, 3]),
     "any head, 8 bits, layers 2 and 4 local": dict(ANY_HEAD, local_layers=[1, 3]),
     "any head, 8 bits, layers 1 and 3 local": dict(ANY_HEAD, local_layers=[0, 2]),
-    "index of 32, layers 2 and 4 local": dict(INDEX, index_dim=32, local_layers=[1, 3]),
 }
 
 # the most valuable first: this is the order in which they are trained
