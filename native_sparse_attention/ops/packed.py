@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import blocks
 from .. import varlen as docs
 from ..checks import (
     HINT,
@@ -111,7 +112,9 @@ def run_packed(
         raise ValueError(f"mask must have shape {list(shape)}, got {list(mask.shape)}. {HINT}")
     check_tensor("block_indices", call.get("block_indices"), INDEX_DTYPES, q.device)
     check_bounds(shape, q.device, **bounds)
-    layout = docs.layout(shape, q.device, max(d, s), **bounds)
+    # in two stages a document begins with a group of blocks
+    step = max(d, blocks.GROUP * s if call.get("num_selected_groups") else s)
+    layout = docs.layout(shape, q.device, step, **bounds)
     documents = layout.documents
     aligned = {name: layout.spread(call[name]) for name in names if name in TOKENS}
     if "block_indices" in names:
