@@ -69,7 +69,7 @@ def forced_blocks_in_window(inputs: Inputs, window: flash.Inputs) -> flash.Input
     window's kernel then runs both."""
     reach = inputs.selection.num_local * inputs.selection.s - 1
     contains = inputs.selection.causal and 0 <= reach <= window.kv_range.reach
-    return forced_blocks(inputs) if contains and window.k is inputs.k else None
+    return forced_blocks(inputs) if contains else None
 
 
 @triton.jit(do_not_specialize=["ROWS", "T", "start", "C"])

@@ -300,8 +300,8 @@ def forward_branches(
         if is_concurrent and not is_single:
             out_cmp, lse_cmp = flash.forward(*compressed)
         if not is_single:
-            window = inputs_of["window"]
-            in_window = selected.forced_blocks_in_window(inputs, window)
+            window, is_shared = inputs_of["window"], t.window_k is None
+            in_window = selected.forced_blocks_in_window(inputs, window) if is_shared else None
             out_win, lse_win, *partial = flash.forward(
                 window._replace(inner=in_window and in_window.kv_range), sink_of["window"],
                 sink_of["selected"],
@@ -365,9 +365,10 @@ def backward_branches(
     inputs = selected.Inputs(q, k, v, selection, config.scale_of(q.shape[-1]))
     plan = selected.plan_backward(inputs)
     compressed, window = (range_inputs(name, t, config) for name in ("compressed", "window"))
-    in_window = None if is_single else selected.forced_blocks_in_window(inputs, window)
+    is_shared = not is_single and t.window_k is None  # not by identity: a caller may give k again
+    in_window = selected.forced_blocks_in_window(inputs, window) if is_shared else None
     window, inner_bwd = window._replace(inner=in_window and in_window.kv_range), in_window and sel
-    has_own_queries = not is_single and compressed.q is not q
+    has_own_queries = not is_single and t.cq is not None
     dq = Accumulator(q)
     dq_cmp = Accumulator(compressed.q) if has_own_queries else dq
 
@@ -396,7 +397,7 @@ def backward_branches(
             partials = [flash.backward_kv(compressed, cmp)]
             grads["ck"], grads["cv"] = reduce_partials(partials, ck, cv, ck.dtype)
             partials = [flash.backward_kv(window, win, inner_bwd)]
-            if window.k is not k:
+            if t.window_k is not None:
                 d_window, partials = reduce_partials(partials, window.k, window.v, k.dtype), []
                 grads["window_k"], grads["window_v"] = d_window
         if in_window is None:
