@@ -41,7 +41,8 @@ GEOMETRY = (
 )  # fmt: skip
 RANKED_GEOMETRY = (
     *GEOMETRY, "num_selected_blocks", "num_selected_groups", "query_heads_share_selected_kv",
-    "selection_block_size",
+    "selection_block_size", "num_initial_blocks", "num_local_blocks", "ranking_bits",
+    "interpolated_importance_score",
 )  # fmt: skip
 
 # what a layer has in place of a ranking that takes the block indices of another

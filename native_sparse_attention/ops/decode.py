@@ -88,7 +88,8 @@ def decode_attention(
             None where the branches do not read them, as in `native_sparse_attention`.
         branch_gates: [B, T, H, branches], in the order compressed, selected, window; None for one.
         lengths: integers [B], tokens of each sequence before the new ones.
-        counts: integers [B], how many of the T new tokens are real. The others output 0.
+        counts: integers [B], how many of the T new tokens are real. The others output 0, and any
+            block indices.
         page_table: int32 [B, pages per sequence]. Page `page_table[b, p // N]` holds token p of
             sequence b in slot `p % N`; page `page_table[b, j d // N]` holds window j.
         ranking: with a `selection_stride` R above 1, int32 [B, R_, size, n]: block indices of each
@@ -233,13 +234,10 @@ def decode_eagerly(
         out, block_indices = branches.attend(whole, config, "eager", keep_slots)
     else:
         out, block_indices = attend_with_rankings(whole, config, "eager", ranking, ends, True)
-    if call.counts is None:
-        return out, block_indices
-    new = torch.arange(T, device=q.device)
-    padding = (new >= call.counts[:, None])[..., None, None]
-    if block_indices is not None and call.block_indices is None:
-        block_indices = block_indices.masked_fill(padding, -1)
-    return out.masked_fill(padding, 0.0), block_indices
+    if call.counts is not None:
+        padding = torch.arange(T, device=q.device) >= call.counts[:, None]
+        out = out.masked_fill(padding[..., None, None], 0.0)
+    return out, block_indices
 
 
 def attend_with_rankings(
