@@ -104,7 +104,7 @@ class NewTokens(NamedTuple):
         width = self.new if is_ring else self.width(every)
         if is_ring or self.host is None:  # entries beyond the capacity can only be padding
             width = min(width, store.shape[2])
-        if width == 0:
+        if width == 0 and not new.requires_grad:  # else the gradients of its parameters are zeros
             return
         index = torch.arange(width, device=end.device if isinstance(end, Tensor) else store.device)
         if is_ring:
@@ -459,6 +459,7 @@ class KVCache:
 
     def count(self, counts: list[int]) -> None:
         """Count appended tokens on the host alone."""
+        self._check_batch(len(counts))
         self.counts_itself = True
         self.lengths = list(map(add, self.starts(len(counts)), counts))
         self.batch = len(counts)
@@ -590,8 +591,8 @@ class KVCache:
 
     def reserve(self, counts: list[int]) -> None:
         """Allocate pages for `counts[b]` more tokens of each sequence, before a CUDA graph writes
-        them."""
-        counts = integers("counts", counts)
+        them. Raises as `check` does."""
+        counts = [check_int("counts", n, 0) for n in integers("counts", counts)]
         self.check(len(counts), max(counts, default=0), counts)
         if not self._streams:
             raise ValueError("cache has no storage before the first call of its layer")

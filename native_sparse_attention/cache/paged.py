@@ -104,6 +104,8 @@ class PagedKVCache(KVCache):
         needed = self._pages_needed([end * every for end in ends])
         stores = super()._allocate(new, ends, every)
         if "page_table" not in self._known:
+            if not new:
+                raise ValueError("cache has no pages to reserve before the first call of its layer")
             like, shape = next(iter(new.values())), (len(ends), self._width)
             self._known["page_table"] = allocate_zeros(like, *shape, dtype=torch.int32)
         grown = zip(self._pages, needed, strict=True)

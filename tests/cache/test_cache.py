@@ -84,6 +84,9 @@ def test_calls_of_nothing(kind, make):
         cache = make()
         assert (module(normal(2, 4, DIM), cache=cache, lengths=[0, 0]) == 0).all()
         assert cache.lengths == [0, 0]
+    # no window is complete: its parameters get zeros, as data-parallel training expects
+    module(normal(2, 3, DIM), cache=make(), lengths=[0, 3]).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
     if make is not CACHES["paged"]:
         cache = make()
         assert module(normal(0, 9, DIM), cache=cache).shape == (0, 9, DIM)
@@ -241,6 +244,8 @@ def test_bad_arguments():
         (lambda: layer(dtype=torch.float32)(torch.randn(2, 1, DIM), cache=cache),
          "cache holds k in torch.float64 on cpu, got torch.float32"),
         (lambda: module(normal(1, 1, DIM), cache=cache), "cache holds 2 rows but the input has 1"),
+        (lambda: cache.count([1]), "cache holds 2 rows but the input has 1"),
+        (lambda: PagedKVCache(8, 9, 2, 48).reserve([1, 1]), "cache has no pages to reserve before"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
@@ -316,12 +321,13 @@ def test_pages_come_and_go():
     with pytest.raises(ValueError, match="cache is full: 9 pages needed"):
         cache.reorder([0, 0, 0, 0])
     decoder.step(1)
-    cache.reserve([8, 0])
-    with pytest.raises(ValueError, match="row 1 holds 9 of max_length=64"):
-        cache.reserve(torch.tensor([8, 60]))
+    with pytest.raises(ValueError, match="row 0 holds 18 of max_length=64 tokens, 47 more"):
+        cache.reserve([47, 0])
     with pytest.raises(ValueError, match="no storage before the first call"):
         PagedKVCache(8, 10, 2, 64).reserve([8, 8])
+    cache.reserve([7, 0])
     assert cache.free_pages == 4
+    decoder.step(7, 0)
     cache.reset()
     assert cache.free_pages == 10 and not cache.page_table.any()
 
@@ -350,7 +356,10 @@ def test_another_geometry(name, make):
     close(first(x[:, 9:], cache=cache), first(x)[:, 9:])
 
 
-@pytest.mark.parametrize("name, value", [("num_selected_blocks", 1), ("selection_block_size", 16)])
+@pytest.mark.parametrize(
+    "name, value",
+    [("num_selected_blocks", 1), ("selection_block_size", 16), ("num_initial_blocks", 1)],
+)
 @torch.no_grad()
 def test_blocks_of_shared_rankings(name, value):
     """What a token has lies in the cache; without shared rankings it does not."""
