@@ -43,12 +43,10 @@ class PagedKVCache(KVCache):
     def __init__(
         self, page_size: int, num_pages: int, batch: int, max_length: int, rollback: int = 64
     ):
-        page_size, max_length = check_ints(1, page_size=page_size, max_length=max_length)
-        num_pages = check_int("num_pages", num_pages, 1, TOO_MANY)
-        batch = check_int("batch", batch, 1, TOO_MANY)
+        check_ints(1, max_length=max_length, batch=batch)  # None is no capacity of pages
         super().__init__(max_length, batch, rollback)
-        self.page_size = page_size
-        self.num_pages = num_pages
+        self.page_size = check_int("page_size", page_size, 1)
+        self.num_pages = check_int("num_pages", num_pages, 1, TOO_MANY)
         # pages of each sequence, and the free pages; the last free page is allocated next
         self._pages: list[list[int]] = [[] for _ in range(batch)]
         self._free = list(range(num_pages))[::-1]

@@ -339,41 +339,34 @@ CHANGED = {
     "compress_block_sliding_stride": 8,
     "compress_block_size": 4,
     "branch_kv": "independent",
-    "selection_stride": 4,
+    "selection_stride": 1,
+    # what the rankings were that a cache holds
+    "num_selected_blocks": 1,
+    "selection_block_size": 16,
+    "num_initial_blocks": 1,
 }
 
 
-@pytest.mark.parametrize("make", [KVCache, lambda: PagedKVCache(8, 12, 2, 48)])
+@pytest.mark.parametrize("make", [KVCache, lambda: PagedKVCache(16, 12, 2, 48)])
 @pytest.mark.parametrize("name", CHANGED)
 @torch.no_grad()
 def test_another_geometry(name, make):
     """Named, and nothing is written."""
-    cache, x, first = make(), normal(2, 13, DIM), layer()
+    cache, x, first = make(), normal(2, 13, DIM), layer(selection_stride=4)
     first(x[:, :9], cache=cache)
     message = f"{name}={getattr(first, name)!s}, this one has {name}={CHANGED[name]}"
     with pytest.raises(ValueError, match=re.escape(message)):
-        layer(**{name: CHANGED[name]})(x[:, 9:], cache=cache)
+        layer(**{"selection_stride": 4, name: CHANGED[name]})(x[:, 9:], cache=cache)
     close(first(x[:, 9:], cache=cache), first(x)[:, 9:])
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [("num_selected_blocks", 1), ("selection_block_size", 16), ("num_initial_blocks", 1)],
-)
+@pytest.mark.parametrize("name", list(CHANGED)[-3:])
 @torch.no_grad()
-def test_blocks_of_shared_rankings(name, value):
-    """What a token has lies in the cache; without shared rankings it does not."""
-    x = normal(1, 20, DIM)
-    module, cache = layer(), KVCache()
+def test_without_shared_rankings(name):
+    x, module, cache = normal(1, 20, DIM), layer(), KVCache()
     module(x[:, :18], cache=cache)
-    setattr(module, name, value)
+    setattr(module, name, CHANGED[name])
     close(module(x[:, 18:], cache=cache), module(x)[:, 18:])
-    module, cache = layer(**SETTINGS["shared rankings"]), KVCache()
-    module(x[:, :18], cache=cache)
-    held = getattr(module, name)
-    setattr(module, name, value)
-    with pytest.raises(ValueError, match=f"{name}={held}, this one has {name}={value}"):
-        module(x[:, 18:], cache=cache)
 
 
 @pytest.mark.parametrize("make", [layer, lambda: Attention(DIM, 8, 4).double()])
