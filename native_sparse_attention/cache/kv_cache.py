@@ -594,8 +594,6 @@ class KVCache:
         them. Raises as `check` does."""
         counts = [check_int("counts", n, 0) for n in integers("counts", counts)]
         self.check(len(counts), max(counts, default=0), counts)
-        if not self._streams:
-            raise ValueError("cache has no storage before the first call of its layer")
         self._allocate({}, list(map(add, self.starts(len(counts)), counts)), 1)
 
     def ring(self, new: dict[str, Tensor], length: int) -> dict[str, Tensor]:
