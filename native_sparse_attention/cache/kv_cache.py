@@ -225,8 +225,7 @@ def sequence_indices(rows: Sequence[int] | Tensor, batch: int) -> list[int]:
 
 
 def allocate_zeros(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros like `like`, allocated outside inference mode: later writes outside of it must be
-    allowed."""
+    """Zeros like `like`, allocated outside inference mode, so that any mode may write to them."""
     with torch.inference_mode(False):
         return like.new_zeros(shape, dtype=dtype)
 

@@ -43,10 +43,12 @@ class PagedKVCache(KVCache):
     def __init__(
         self, page_size: int, num_pages: int, batch: int, max_length: int, rollback: int = 64
     ):
-        check_ints(1, max_length=max_length, batch=batch)  # None is no capacity of pages
+        page_size, max_length = check_ints(1, page_size=page_size, max_length=max_length)
+        num_pages = check_int("num_pages", num_pages, 1, TOO_MANY)
+        batch = check_int("batch", batch, 1, TOO_MANY)
         super().__init__(max_length, batch, rollback)
-        self.page_size = check_int("page_size", page_size, 1)
-        self.num_pages = check_int("num_pages", num_pages, 1, TOO_MANY)
+        self.page_size = page_size
+        self.num_pages = num_pages
         # pages of each sequence, and the free pages; the last free page is allocated next
         self._pages: list[list[int]] = [[] for _ in range(batch)]
         self._free = list(range(num_pages))[::-1]
@@ -78,8 +80,7 @@ class PagedKVCache(KVCache):
         return [held[: ceil_div(n, self.page_size)] for held, n in held_tokens]
 
     def _pages_needed(self, lengths: list[int]) -> list[int]:
-        """Number of pages that each sequence must allocate to hold `lengths` tokens, if as many are
-        free."""
+        """Pages that each sequence must allocate to hold `lengths` tokens, if as many are free."""
         held_tokens = zip(self._pages, lengths, strict=True)
         needed = [max(0, ceil_div(n, self.page_size) - len(held)) for held, n in held_tokens]
         self._check_free(sum(needed), len(self._free))
@@ -147,6 +148,5 @@ class PagedKVCache(KVCache):
         if len(index) != len(self._pages):
             self._pages = [[] for _ in index]
             if self.page_table is not None:
-                table = allocate_zeros(self.page_table, len(index), self._width)
-                self._known["page_table"] = table
+                self._known["page_table"] = allocate_zeros(self.page_table, len(index), self._width)
         self._assign(pages)

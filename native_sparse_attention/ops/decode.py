@@ -88,8 +88,7 @@ def decode_attention(
             None where the branches do not read them, as in `native_sparse_attention`.
         branch_gates: [B, T, H, branches], in the order compressed, selected, window; None for one.
         lengths: integers [B], tokens of each sequence before the new ones.
-        counts: integers [B], how many of the T new tokens are real. The others output 0, and any
-            block indices.
+        counts: integers [B], how many of the T new tokens are real. Others output 0, any indices.
         page_table: int32 [B, pages per sequence]. Page `page_table[b, p // N]` holds token p of
             sequence b in slot `p % N`; page `page_table[b, j d // N]` holds window j.
         ranking: with a `selection_stride` R above 1, int32 [B, R_, size, n]: block indices of each

@@ -237,13 +237,11 @@ def test_bad_arguments():
         (lambda: layer()(normal(2, 4, DIM), cache=PagedKVCache(12, 4, 2, 48)),
          "page_size must be a multiple of"),
         (lambda: cache.truncate(11), "between 0 and 10, got 11"),
-        (lambda: cache.truncate([1, 2, 3]), "got 3"),
         (lambda: module(normal(2, 9, DIM), cache=cache, lengths=[1.5, 2]), "lengths must be inte"),
         (lambda: layer(kv_heads=4)(normal(2, 1, DIM), cache=cache),
          "cache holds k of 2 heads x 8, got 4 x 8"),
         (lambda: layer(dtype=torch.float32)(torch.randn(2, 1, DIM), cache=cache),
          "cache holds k in torch.float64 on cpu, got torch.float32"),
-        (lambda: module(normal(1, 1, DIM), cache=cache), "cache holds 2 rows but the input has 1"),
         (lambda: cache.count([1]), "cache holds 2 rows but the input has 1"),
         (lambda: PagedKVCache(8, 9, 2, 48).reserve([1, 1]), "cache has no pages to reserve before"),
     ]:  # fmt: skip
@@ -431,7 +429,6 @@ def test_the_same_layer_in_other_clothes():
 
 CUTS = list(itertools.pairwise((0, 11, 12, 25)))
 SPARSE = dict(attention_sinks=True)
-DENSE = "dense"
 TRAINED = [
     "sinks", "compress_mem_kv", "to_strategy_combine", "k_intrablock_positions", "v_compress",
     "k_compress", "combine_heads", "norm", "to_qkv", "",
@@ -440,7 +437,7 @@ CASES = [("default", name) for name in TRAINED]
 CASES += itertools.product(
     ["shared rankings", "independent", "diff top-k", "probs"], ["sinks", "v_compress"]
 )
-CASES += [(DENSE, name) for name in ("to_q", "to_k", "to_v", "to_out", "")]
+CASES += [("dense", name) for name in ("to_q", "to_k", "to_v", "to_out", "")]
 
 
 def train(module, name):
@@ -451,7 +448,8 @@ def train(module, name):
 
 
 def gradients(outs, params):
-    return torch.autograd.grad(sum(out.square().sum() for out in outs), params, allow_unused=True)
+    loss = sum(out.square().sum() for out in outs)
+    return torch.autograd.grad(loss, params, materialize_grads=True)
 
 
 def equal(actual, expected):
@@ -462,7 +460,7 @@ def equal(actual, expected):
 @caches
 @pytest.mark.parametrize("setting, name", CASES)
 def test_whatever_is_trained(setting, name, make):
-    module = LAYERS[DENSE]() if setting == DENSE else layer(**SETTINGS[setting], **SPARSE)
+    module = LAYERS["dense"]() if setting == "dense" else layer(**SETTINGS[setting], **SPARSE)
     x, cache, params = normal(2, 25, DIM), make(), train(module, name)
     actual = gradients([module(x[:, a:b], cache=cache) for a, b in CUTS], params)
     sums = [0] * len(params)
@@ -472,12 +470,9 @@ def test_whatever_is_trained(setting, name, make):
             for first, end in CUTS[: CUTS.index((a, b))]:
                 module(x[:, first:end], cache=cache)
         grads = gradients([module(x[:, a:b], cache=cache)], params)
-        sums = [t if grad is None else t + grad for t, grad in zip(sums, grads, strict=True)]
-    assert any(grad is not None and grad.abs().max() > 0 for grad in actual)
-    equal(
-        [torch.zeros_like(p) if t is None else t for t, p in zip(actual, params)],
-        [torch.zeros_like(p) + t for t, p in zip(sums, params)],
-    )
+        sums = list(map(torch.add, grads, sums))
+    assert any(grad.abs().max() > 0 for grad in actual)
+    equal(actual, sums)
 
 
 @caches
