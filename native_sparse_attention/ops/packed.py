@@ -135,17 +135,12 @@ def run_packed(
         call = call | {"backend": "eager"}  # every document is empty
     results = op(**call | aligned, documents=documents)
 
-    hidden = layout.target < 0
-
     def restore(t: Tensor | None) -> Tensor | None:
         if t is None:  # block indices of branches that select none
             return None
-        if t.dtype == torch.int32:
-            t = layout.collect_blocks(t, s)
-        else:
-            t = layout.collect(t)
-            if t.ndim == 3:  # log-sum-exps
-                t = t.masked_fill(hidden[..., None], float("-inf"))
+        t = layout.collect_blocks(t, s) if t.dtype == torch.int32 else layout.collect(t)
+        if t.ndim == 3:  # log-sum-exps
+            t = t.masked_fill((layout.target < 0)[..., None], float("-inf"))
         return t[0] if flat else t
 
     return tuple(map(restore, results)) if isinstance(results, tuple) else restore(results)

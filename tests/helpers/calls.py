@@ -48,7 +48,6 @@ READ = {
     "one softmax": ("q", "k", "v", "ck"),
 }
 SINKS = {"layer": (3,), "one softmax": (1,)}
-WINDOW = ("window_k", "window_v")
 
 
 class Call(NamedTuple):
@@ -91,7 +90,7 @@ def draw(
     heads: tuple[int, int, int, int] = HEADS, batch: int = 2, causal: bool = True, memory: int = 2,
     lengths: list[int] | None = None, starts: tuple[int, ...] = (), n: int = 3, sinks: bool = False,
     gated: bool = False, each: bool = False, repeated: bool = False, raw: bool = False,
-    window: Any = (), leaders: Any = None, lie: Any = None, size: float = 1.0, **changes: Any,
+    window: str = "", leaders: Any = None, lie: Any = None, size: float = 1.0, **changes: Any,
 ) -> Call:  # fmt: skip
     """A call of a branch or of a layer.
 
@@ -103,7 +102,7 @@ def draw(
         n: blocks that a query of the selected branch is given.
         each: query heads have block indices of their own.
         raw: queries of branch 1 of their own.
-        window: keys or values of branch 3 of their own, `WINDOW` or one of these.
+        window: "k" and "v", or one of them: what branch 3 has of its own.
         leaders: blocks of the rankings before the call.
         lie: lays out the tensors of tokens and windows.
         size: multiplies the queries: their logits are bounded by norms up to some size.
@@ -124,7 +123,7 @@ def draw(
         "branch_gates": (B, T, H, 3),
     }  # fmt: skip
     names = [name for name in READ[branch] if memory or not name.startswith("mem")]
-    names += ["cq"] * raw + [*window]
+    names += ["cq"] * raw + [f"window_{letter}" for letter in window]
     tensors = {name: normal(*shapes[name], dtype=dtype) for name in names}
     tensors["q"] = tensors["q"] * size
     if "branch_gates" in tensors:  # as a sigmoid gives them

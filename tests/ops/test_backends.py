@@ -106,17 +106,6 @@ def test_autocast_rounds_the_inputs_of_flex_attention():
 
 
 @pytest.mark.usefixtures("untraced_flex")
-def test_indices_that_are_no_block_are_passed_over():
-    call = draw("selected", place=(7, 7), selection_block_size=2, num_local_blocks=0)
-    shape = call.settings["block_indices"].shape[:3]
-    outs = []
-    for blocks in ([0, 2], [-1, 2, 4, -7, 0, 99]):
-        blocks = torch.tensor(blocks, dtype=torch.int32, device=call.tensors["q"].device)
-        outs.append(call("flex", block_indices=blocks.expand(*shape, -1))[0])
-    torch.testing.assert_close(*outs)
-
-
-@pytest.mark.usefixtures("untraced_flex")
 def test_tensors_that_want_gradients_run_where_none_are_recorded():
     q, k, v = (t.requires_grad_() for t in tensors(1, 5, 5, 1, 1))
     with torch.no_grad():

@@ -125,14 +125,6 @@ def test_selection(l, d, s, rule, interpolated, shared, causal):
     close(actual, expected, 1e-11)
 
 
-def test_ties_go_to_the_earlier_block():
-    q, ck = torch.ones(1, 64, 1, 4), torch.ones(1, 16, 1, 4)
-    indices = nsa.select_blocks(q, ck, **sizes(4, 4, 8, n=3))
-    assert indices[0, 63, 0].tolist() == [0, 1, 2]
-    assert indices[0, 17, 0].tolist() == [0, 1, -1]
-    assert indices[0, 7, 0].tolist() == [-1, -1, -1]
-
-
 def test_caps_and_sinks_in_the_ranking():
     """By probabilities as branch 1 attends; the ranking by logits knows of neither."""
     tensors = draw("compressed", torch.float64, place=(45, 45)).tensors

@@ -368,9 +368,8 @@ def backward_branches(
     is_shared = not is_single and t.window_k is None  # not by identity: a caller may give k again
     in_window = selected.forced_blocks_in_window(inputs, window) if is_shared else None
     window, inner_bwd = window._replace(inner=in_window and in_window.kv_range), in_window and sel
-    has_own_queries = not is_single and t.cq is not None
     dq = Accumulator(q)
-    dq_cmp = Accumulator(compressed.q) if has_own_queries else dq
+    dq_cmp = dq if is_single or t.cq is None else Accumulator(t.cq)
 
     def add_to_queries() -> None:
         if not is_single:
@@ -414,9 +413,9 @@ def backward_branches(
         selected.topn_backward_kv(inputs, sel, dk, dv, dq, plan)
     grads["k"], grads["v"] = reduce_partials([(dk[None], dv[None])], k, v, k.dtype)
     grads["q"] = dq.result()
-    if has_own_queries:
-        grads["cq"] = dq_cmp.result()
-    return grads if is_single else grads | memory_grads(t, compressed, cmp)
+    if is_single:
+        return grads
+    return grads | dict(cq=dq_cmp.result()) | memory_grads(t, compressed, cmp)
 
 
 def empty_block_indices(t: Call, config: AttentionConfig) -> Tensor:

@@ -13,7 +13,7 @@ from native_sparse_attention import BlockSizes, select_blocks
 from native_sparse_attention.ops.triton.operator import unit_stride
 from native_sparse_attention.rotary import Rotary, rotate
 from tests.helpers.budget import DEVICE
-from tests.helpers.calls import RANKING, WINDOW, D, S, draw, heads_first
+from tests.helpers.calls import RANKING, D, S, draw, heads_first
 from tests.helpers.interpreter import not_of_3_4
 from tests.helpers.memory import poisoned
 
@@ -88,7 +88,7 @@ CASES = {
     "recomputed": (
         ("select_blocks", *ATTEND),
         lambda: run(
-            "layer", window=WINDOW, raw=True, recompute=True, use_diff_topk=True,
+            "layer", window="kv", raw=True, recompute=True, use_diff_topk=True,
             importance="probs", sinks=True,
         ),
     ),
@@ -191,10 +191,8 @@ def test_tensors_given_for_several_branches():
     """The shared ones given again as those of a branch: their gradients add up."""
     call = call_of("layer")
     leaves = q, k, v = [call.tensors[name] for name in "qkv"]
-    given, grads = [{}, dict(cq=q, window_k=k, window_v=v)], []
-    for changes in given:
-        out = call("triton", **changes)
-        grads.append(torch.autograd.grad(out.square().sum(), leaves))
+    outs = call("triton"), call("triton", cq=q, window_k=k, window_v=v)
+    grads = [torch.autograd.grad(out.square().sum(), leaves) for out in outs]
     torch.testing.assert_close(*grads)
 
 
