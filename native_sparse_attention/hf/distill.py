@@ -17,6 +17,7 @@ from ..checks import (
     check_ids,
     check_ints,
     check_type,
+    describe,
     refusal,
 )
 from ..ranking import WEIGHTS
@@ -87,6 +88,8 @@ def distill(
     dense, history = {layer: layer.dense for layer in layers}, []
     device = next(model.parameters()).device
     trained = [p for p in model.parameters() if p.requires_grad]
+    if not (is_alone or trained):
+        raise refusal("model", "one with weights that require gradients in stage 'all'", got="none")
     try:
         with ranking_alone(model) if is_alone else nullcontext(trained) as learned:
             for layer in layers:
@@ -129,10 +132,19 @@ def distill(
 
 def predictions_loss(model: Any, ids: Tensor, teacher: Any) -> Tensor:
     """The loss of next tokens, or from the predictions of a teacher."""
-    logits = model(input_ids=ids, use_cache=False).logits.float()
+    logits = logits_of("model", model, ids)
     if teacher is None:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     with torch.no_grad():
-        expected = teacher(input_ids=ids, use_cache=False).logits.float().log_softmax(dim=-1)
+        expected = logits_of("teacher", teacher, ids, logits.shape[-1]).log_softmax(dim=-1)
     log_probs, expected = logits.log_softmax(dim=-1).flatten(0, 1), expected.flatten(0, 1)
     return F.kl_div(log_probs, expected, reduction="batchmean", log_target=True)
+
+
+def logits_of(name: str, model: Any, ids: Tensor, size: int | None = None) -> Tensor:
+    """The logits [B, T, V] of a model in fp32, V as large as that of the other model."""
+    logits = getattr(model(input_ids=ids, use_cache=False), "logits", None)
+    if logits is None or logits.shape != (*ids.shape, size or logits.shape[-1]):
+        expected = f"one with {size or 'V'} logits for each token in stage 'all'"
+        raise refusal(name, expected, got=f"a {type(model).__name__} with {describe(logits)}")
+    return logits.float()

@@ -133,6 +133,7 @@ def test_training_that_cannot_go_on_changes_nothing(fault, stage, message):
 
 def test_bad_input_is_refused():
     model, (text,) = convert(tiny(), **INDEX), prompts(64)
+    frozen = copy.deepcopy(model).requires_grad_(False)
     for given, message in (
         (dict(steps=0), "steps must be"),
         (dict(lr=0.0), "lr must be"),
@@ -143,6 +144,9 @@ def test_bad_input_is_refused():
         (dict(teacher=tiny()), "teacher must be None"),
         (dict(stage="all", teacher=model), "teacher must .* have layers of its own"),
         (dict(stage="all", teacher="x"), "teacher must be an nn.Module or None, got 'x'"),
+        (dict(stage="all", teacher=tiny(vocab_size=80)), "teacher must be one with 64 logits for"),
+        (dict(stage="all", model=model.model), "logits for each .* got a LlamaModel with None"),
+        (dict(stage="all", model=frozen), "model must be one with weights that require gradients"),
         (dict(generator=3), "generator must be a torch.Generator or None, got 3"),
         (dict(ids=text.float()), "ids must be a tensor of integers"),
         (dict(ids=text + 64), "ids must be token ids from 0 to 63"),
