@@ -79,6 +79,9 @@ class NSAAttention(nn.Module):
         ranking_layer: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        if ranking_layer is not None and "selected" not in attention.branches:
+            expected = "None without the selected branch"
+            raise refusal("share_ranking", expected, got=f"branches={attention.branches}")
         self.attention = attention
         self.layer_idx = layer_idx
         self.dropout = dropout
