@@ -348,9 +348,13 @@ class NSAForCausalLM(NSAPreTrainedModel, LlamaForCausalLM):
                 check_tensor(name, given, INTEGER_DTYPES, device, tuple(x.shape[:2]))
         labels = targets if labels is None else labels
         if labels is not None:
+            if isinstance(logits_to_keep, Tensor) or logits_to_keep:
+                raise refusal("logits_to_keep", "0 with labels", logits_to_keep)
             if targets is None:  # uint8 has no -100
                 targets = F.pad(labels.long(), (0, 1), value=-100)[:, 1:]
             targets = arguments["shift_labels"] = targets.long().contiguous()
+            ids = targets.masked_fill(targets == -100, 0)
+            check_ids("labels other than -100", ids, self.model.embed_tokens)
             count, predicted = arguments.get("num_items_in_batch"), targets.ne(-100).sum()
             if count is not None and not isinstance(count, Tensor):
                 count = check_int("num_items_in_batch", count, 0, 2**62)

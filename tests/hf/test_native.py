@@ -100,6 +100,15 @@ def test_calls_of_another_form_are_refused():
         (dict(input_ids=text.float()), "input_ids must be a tensor of integers"),
         (dict(input_ids=text, labels=text[0]), r"labels must be integers of shape \[1, 12\]"),
         (dict(input_ids=text, shift_labels=text[0]), "shift_labels must be integers of shape"),
+        (dict(input_ids=text, labels=text + 64), "labels other .* ids from 0 to 63, got 1"),
+        (
+            dict(input_ids=text, labels=text, logits_to_keep=2),
+            "logits_to_keep must be 0 with labels",
+        ),
+        (
+            dict(input_ids=text, logits_to_keep=-3),
+            "logits_to_keep must be an integer of at least 0",
+        ),
         (dict(input_ids=[[3]], labels=text), "input_ids must be a tensor of integers"),
         (dict(inputs_embeds=[[3]], labels=text), "inputs_embeds must be a tensor of shape"),
         (dict(input_ids=text, attention_mask="x"), "attention_mask must be a tensor"),
