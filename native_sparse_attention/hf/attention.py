@@ -230,9 +230,8 @@ def use_sparse_attention(
     saved = getattr(decoder.config, KEY, None) or {}
     user = saved if config is None and not settings else config
     kept = drop_in_settings(decoder.config, user, settings)
-    replaced = saved.get(REPLACED, "sdpa")
-    if decoder.config._attn_implementation != NAME:
-        replaced = decoder.config._attn_implementation
+    replaced = decoder.config._attn_implementation
+    replaced = saved.get(REPLACED, "sdpa") if replaced == NAME else replaced
     setattr(decoder.config, KEY, kept | {REPLACED: replaced})
     decoder.config.attn_implementation = NAME  # of its file
     decoder.set_attn_implementation(NAME)
@@ -260,8 +259,7 @@ def check_model(model: Any, is_switched: bool = True) -> PreTrainedModel:
     check_type("model", model, PreTrainedModel, "a PreTrainedModel of transformers")
     config, name, modules = model.config, type(model).__name__, [*model.modules()]
     sliding_window, problem = getattr(config, "sliding_window", None), None
-    is_windowed = sliding_window is not None
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * is_windowed
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * bool(sliding_window)
     if any(isinstance(module, SparseAttention) for module in modules):
         problem = (
             f"not be converted already or of SparseAttention layers, got such a {name}: load it "

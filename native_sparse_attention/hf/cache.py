@@ -4,7 +4,6 @@ windows and rankings with keys and values, and of `SparseAttention` layers, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,21 +121,19 @@ class SparseLayer(DynamicLayer):
         store[:, :, S:total] = new
         return store[:, :, :total]
 
-    def change_rankings(self, change: Callable[[Tensor], Tensor]) -> None:
-        with torch.inference_mode(False):  # else no other mode could write
-            self.rankings = {i: (change(t), end) for i, (t, end) in self.rankings.items()}
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.is_initialized:
+            rows = indices.to(self.keys.device)
+            super().batch_select_indices(rows)
+            with torch.inference_mode(False):  # else no other mode could write
+                self.rankings = {i: (t[rows], end) for i, (t, end) in self.rankings.items()}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self.change_rankings(lambda t: t[beam_idx.to(t.device)])
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self.change_rankings(lambda t: t.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.change_rankings(lambda t: t[indices])
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(len(self.keys)).repeat_interleave(repeats))
 
     def reset(self) -> None:
         self.stores.clear()
@@ -148,15 +145,12 @@ class SparseLayer(DynamicLayer):
 
 
 class SparseCache(DynamicCache):
-    """A `DynamicCache` for a model under sparse attention.
+    """A `DynamicCache` for a model under sparse attention, to be given to `generate`.
 
-    `model.generate(..., past_key_values=SparseCache(model.config))`; newer releases call it
-    `cache`. A `DynamicCache` copies all keys and values at each step, and this one, whose storage
-    grows as that of a `KVCache`, those of the step. Of windows of several tokens
-    (`compress_block_size` above 1) it keeps the compressed keys, so that a step reads no others.
-    Where tokens share rankings (`selection_stride` above 1, two stages) it keeps those of the
-    newest 512 tokens, so that steps give what a forward without a cache gives. Over other caches,
-    and after a crop of more tokens, the first token of a call ranks for those after it.
+    Its storage grows as that of a `KVCache`, so that a step copies its own keys and values alone.
+    It keeps the compressed keys of windows of several tokens (`compress_block_size` above 1), and
+    where tokens share rankings (`selection_stride` above 1, two stages) those of the newest 512
+    tokens: steps match a forward without a cache, also after a crop of fewer tokens.
 
     Args:
         config: `model.config`, after `use_sparse_attention(model)`.

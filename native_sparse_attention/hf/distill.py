@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import SparseAttention
+from ..attention import find_sparse_layers
 from ..checks import (
     check_choice,
     check_factor,
@@ -17,7 +17,6 @@ from ..checks import (
     check_ids,
     check_ints,
     check_type,
-    describe,
     refusal,
 )
 from ..ranking import WEIGHTS
@@ -66,19 +65,14 @@ def distill(
     lr = check_factor("lr", lr)
     check_choice("stage", stage, ("ranking", "all"))
     check_choice("ranking_weights", ranking_weights, WEIGHTS)
-    check_type("model", model, nn.Module, "an nn.Module")
+    layers = [*find_sparse_layers(model, " that rank by importance='index'").values()]
     check_generator(generator)
     check_type("teacher", teacher, nn.Module, "an nn.Module", or_none=True)
-    layers = [module for module in model.modules() if isinstance(module, SparseAttention)]
-    if not layers:
-        expected = "one of convert(model) or an NSAModel, with layers of importance='index'"
-        raise refusal("model", expected, got=f"a {type(model).__name__} without")
     embedding: Any = getattr(model, "get_input_embeddings", lambda: nn.Identity())()
     ids = check_ids("ids", ids, embedding)
-    is_alone, minimum = stage == "ranking", 0
-    for c in (layer.config for layer in layers):
-        blocks = c.num_initial_blocks + max(1, c.num_local_blocks) + 2
-        minimum = max(minimum, c.selection_block_size * blocks)
+    is_alone, configs = stage == "ranking", [layer.config for layer in layers]
+    blocks = [c.num_initial_blocks + max(1, c.num_local_blocks) + 2 for c in configs]
+    minimum = max(n * c.selection_block_size for n, c in zip(blocks, configs, strict=True))
     if ids.shape[1] < minimum or not len(ids):
         expected = f"rows of {minimum} tokens, in which two blocks can be ranked"
         raise ValueError(f"ids must have {expected}, got {list(ids.shape)}")
@@ -145,6 +139,5 @@ def logits_of(name: str, model: Any, ids: Tensor, size: int | None = None) -> Te
     """The logits [B, T, V] of a model in fp32, V as large as that of the other model."""
     logits = getattr(model(input_ids=ids, use_cache=False), "logits", None)
     if logits is None or logits.shape != (*ids.shape, size or logits.shape[-1]):
-        expected = f"one with {size or 'V'} logits for each token in stage 'all'"
-        raise refusal(name, expected, got=f"a {type(model).__name__} with {describe(logits)}")
+        raise refusal(name, f"one with {size or 'V'} logits for each token in stage 'all'", model)
     return logits.float()

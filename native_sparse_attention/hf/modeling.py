@@ -80,8 +80,7 @@ class NSAAttention(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         if ranking_layer is not None and "selected" not in attention.branches:
-            expected = "None without the selected branch"
-            raise refusal("share_ranking", expected, got=f"branches={attention.branches}")
+            raise refusal("share_ranking", "None without the selected branch", attention.branches)
         self.attention = attention
         self.layer_idx = layer_idx
         self.dropout = dropout
@@ -157,8 +156,7 @@ def ranking_losses(model: nn.Module, queries: Tensor, weights: str = "output") -
     if not is_strided(queries) or queries.dtype not in INTEGER_DTYPES or queries.ndim != 1:
         raise refusal("queries", "positions [m], a tensor of integers", queries)
     check_choice("weights", weights, WEIGHTS)
-    modules = [module for module in model.modules() if isinstance(module, NSAAttention)]
-    layers = [module for module in modules if module.attention.to_index is not None]
+    layers = [m for m in model.modules() if isinstance(m, NSAAttention) and m.attention.to_index]
     if not layers:
         kinds = "one of convert(model) or an NSAModel, with layers of importance='index'"
         raise ValueError(f"model must be {kinds}, got a {type(model).__name__} without")

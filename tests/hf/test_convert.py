@@ -204,6 +204,7 @@ def test_files_that_cannot_be_loaded_are_refused(tmp_path):
         ("Mistral", dict(sliding_window=8, rope_parameters=None), {}, "be one with full attention"),
         ("Llama", {}, dict(heads=2), "heads must be 4, which the model decides, got 2"),
         ("Llama", {}, dict(branches=("compressed",)), "branches must hold"),
+        ("Llama", {}, dict(branches=("window",), share_ranking=[0]), "share_ranking must be None"),
         ("Llama", {}, dict(branches=np.array([1, 2])), "branches must be some of"),
         ("Llama", {}, dict(selection_block_size=0), "selection_block_size"),
         ("Llama", {}, dict(gate_bias=0), "gate_bias must be"),

@@ -102,13 +102,6 @@ def test_windows():
             change(models.tiny("Gemma3", layer_types=kinds[:2]), share_ranking=[0])
     with pytest.raises(ValueError, match="begin with layer 0"):
         models.native(share_ranking=[1])
-    window = dict(branches=("window",))
-    for make, given in (
-        (models.native, dict(form=window)),
-        (hf.convert, dict(model=models.tiny(), **window)),
-    ):
-        with pytest.raises(ValueError, match="share_ranking must be None without the selected"):
-            make(**given, share_ranking=[0])
     inputs = [torch.randn(1, heads, 40, 8) for heads in (4, 2, 2)]
     with pytest.raises(ValueError, match="attention_mask must be of all layers with share_ranking"):
         attention(SimpleNamespace(config=model.config, layer_idx=3), *inputs)
