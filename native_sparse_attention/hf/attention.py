@@ -259,7 +259,8 @@ def check_model(model: Any, is_switched: bool = True) -> PreTrainedModel:
     check_type("model", model, PreTrainedModel, "a PreTrainedModel of transformers")
     config, name, modules = model.config, type(model).__name__, [*model.modules()]
     sliding_window, problem = getattr(config, "sliding_window", None), None
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * bool(sliding_window)
+    is_windowed = sliding_window is not None  # 0 is a window, too
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * is_windowed
     if any(isinstance(module, SparseAttention) for module in modules):
         problem = (
             f"not be converted already or of SparseAttention layers, got such a {name}: load it "
