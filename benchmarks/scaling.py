@@ -126,8 +126,10 @@ def simulate(
     arrived = link
     for i in range(2 * depth):
         clock = max(clock, arrived)
-        if cp > 1:  # nothing runs until all keys are there
-            clock = link = max(clock, link) + keys
+        if cp > 1:  # the other half of the keys travels while a chunk attends to the first
+            clock = max(clock, link) + keys / 2
+            link = clock + keys / 2
+            clock = max(clock + forward / 2, link) - forward / 2
         if i < 2 * depth - 1:
             arrived = link = max(clock, link) + weights
         clock += forward + (logits if i == depth - 1 else 0.0)

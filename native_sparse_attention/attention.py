@@ -386,7 +386,8 @@ class SparseAttention(Started):
             documents = layout.documents if cache is None else None
         positions = row_positions = None
         if self.context is not None:
-            positions = row_positions = self.context.positions(inp, config)
+            self.context.check_length("inp", inp.shape[1], config)
+            positions = row_positions = self.context.positions(inp)
             positions = positions if documents is None else positions - documents.first
         elif documents is not None:
             positions = documents.positions()
@@ -459,7 +460,7 @@ class SparseAttention(Started):
         }
         ring = leaders = None
         if self.context is not None:
-            tensors |= self.context.gather_keys(tensors, raw, networks, config, documents)
+            tensors |= self.context.compress(raw, networks, config, documents)
         elif cache is None:
             tensors |= compress_sequences(raw, networks, config, documents)
         else:
@@ -540,6 +541,8 @@ class SparseAttention(Started):
             out = out.masked_fill((layout.target < 0)[..., None], 0)
         results = [out, cache] if return_cache else [out]
         if ranking_queries is not None:
+            if self.context is not None:
+                tensors |= {n: self.context.gather(tensors[n]) for n in ("k", "v", "ck")}
             loss = ranking.ranking_loss(
                 config, self.sinks, tensors, ranking_queries, documents, generator,
                 ranking_weights, layout, row_positions,

@@ -37,7 +37,7 @@ from .checks import (
     check_type,
 )
 from .compat import free_size, is_exporting, no_autocast
-from .config import NSAConfig
+from .config import AttentionConfig, NSAConfig
 from .initialization import Started, StartedLinear
 from .ops.reference import upcast
 from .varlen import Documents
@@ -385,7 +385,7 @@ def compress_windows(windows: dict[str, Tensor], networks: Networks) -> dict[str
 
 
 def compress_sequences(
-    raw: dict[str, Tensor], networks: Networks, config: NSAConfig, documents: Documents | None
+    raw: dict[str, Tensor], networks: Networks, config: AttentionConfig, documents: Documents | None
 ) -> dict[str, Tensor]:
     """`compress_windows` of whole sequences [b h n d]. Sliding networks read the sequence without
     copying windows."""

@@ -63,8 +63,9 @@ all_gather = getattr(
     collectives, "all_gather_single_autograd", collectives.all_gather_tensor_autograd
 )
 
-# tensors of a call with a row for each query
+# tensors of a call with a row for each query, and for each token or window
 QUERIES = ("q", "cq", "branch_gates", "block_indices")
+KEYS = ("k", "v", "ck", "cv", "window_k", "window_v")
 
 
 def check_mesh(mesh: Any, names: Sequence[str] | None = None) -> None:
@@ -141,21 +142,22 @@ class ContextParallel:
         self.group: str = mesh.get_group().group_name
         self.chunks = self.rank, 2 * self.size - 1 - self.rank
 
-    def halo_size(self, config: NSAConfig) -> int:
+    def halo_size(self, config: AttentionConfig) -> int:
         """Tokens before a chunk that its windows read, in whole strides."""
         overlap = config.compress_block_size - config.d if config.compresses else 0
         return blocks.ceil_div(overlap, config.d) * config.d
 
-    def positions(self, inp: Tensor, config: NSAConfig | None = None) -> Tensor:
-        """The position of each token of [b n ..] in the whole sequence, [b n]. Checks the length of
-        the input of a layer."""
-        chunk, odd = divmod(inp.shape[1], 2)
-        if config is not None:
-            step = math.lcm(config.d if config.compresses else 1, config.leader_stride)
-            if odd or chunk % step or chunk < self.halo_size(config):
-                least = 2 * self.halo_size(config)
-                expected = f"a multiple of {2 * step} tokens on each context-parallel rank"
-                raise ValueError(f"inp must have {expected}, at least {least}, got {inp.shape[1]}")
+    def check_length(self, name: str, n: int, config: AttentionConfig) -> None:
+        """Check the tokens of a rank: two chunks of whole windows and groups."""
+        (chunk, odd), halo = divmod(n, 2), self.halo_size(config)
+        step = math.lcm(config.d if config.compresses else 1, config.leader_stride)
+        if odd or chunk % step or chunk < halo:
+            expected = f"a multiple of {2 * step} tokens on each context-parallel rank"
+            raise ValueError(f"{name} must have {expected}, at least {2 * halo}, got {n}")
+
+    def positions(self, inp: Tensor) -> Tensor:
+        """The position of each token of [b n ..] in the whole sequence, [b n]."""
+        chunk = inp.shape[1] // 2
         token = torch.arange(chunk, device=inp.device)
         return torch.cat([token + i * chunk for i in self.chunks]).expand(len(inp), -1)
 
@@ -237,12 +239,11 @@ class ContextParallel:
         ends = F.pad(ends, (0, 0, size, 0)).unflatten(2, (-1, size))
         return torch.stack([ends[:, :, i] for i in self.chunks], dim=2)
 
-    def gather_keys(
-        self, tensors: dict[str, Tensor], raw: dict[str, Tensor], networks: compress.Networks,
-        config: NSAConfig, documents: varlen.Documents | None,
+    def compress(
+        self, raw: dict[str, Tensor], networks: compress.Networks, config: AttentionConfig,
+        documents: varlen.Documents | None,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Keys and values of the whole sequence: those of `tensors` [b h n d], and the compressed
-        ones of `raw`, which each rank compresses for the windows that end in its chunks."""
+        """`compress.compress_sequences` of the windows that end in the chunks of this rank."""
         size, d = self.halo_size(config), config.d
         rows = {}
         for name, t in raw.items():
@@ -253,11 +254,10 @@ class ContextParallel:
         if documents is not None and raw:
             documents = self.chunk_documents(documents, size)
         compressed = compress.compress_sequences(rows, networks, config, documents)
-        keys = {name: t for name, t in tensors.items() if name not in ("q", "cq")}
         for name, t in compressed.items():
             windows = t[:, :, size // d :].unflatten(0, (-1, 2))
-            keys[name] = windows.transpose(1, 2).flatten(2, 3)
-        return {name: self.gather(t) for name, t in keys.items()}
+            compressed[name] = windows.transpose(1, 2).flatten(2, 3)
+        return compressed
 
     def chunk_documents(self, documents: varlen.Documents, size: int) -> varlen.Documents:
         """The documents of [(b 2) size + c] tokens of each chunk, counted from the first of these:
@@ -270,20 +270,47 @@ class ContextParallel:
             bounds.append(F.pad(chunks, (size, 0)).flatten(0, 1))
         return varlen.Documents(*bounds)
 
+    def gather_chunks(self, shards: dict[str, Tensor], i: int) -> dict[str, Tensor]:
+        """Chunk i of [b n h d] of each rank, [N b c h d], in one collective. They are there when
+        they are read."""
+        chunks = [t.chunk(2, 1)[i] for t in shards.values()]
+        gathered = all_gather(torch.cat([t.flatten() for t in chunks])[None], 0, self.group)
+        parts = gathered.split([t.numel() for t in chunks], dim=1)
+        rows = (part.unflatten(1, t.shape) for part, t in zip(parts, chunks, strict=True))
+        return dict(zip(shards, rows, strict=True))
+
     def attend(
         self, call: Call, config: AttentionConfig, backend: str, keep_slots: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """`branches.attend` of the queries [b n h d] of each chunk, at their positions."""
+        """`branches.attend` of the queries [b n h d] of each chunk, at their positions, over the
+        keys and values of all ranks. The first chunk of a causal call sees none of the last half of
+        the sequence, which travels while it attends."""
         size, results = call.q.shape[1] // 2, []
         halves = {n: t.chunk(2, 1) for n in QUERIES if (t := getattr(call, n)) is not None}
+        shards = {n: t for n in KEYS if (t := getattr(call, n)) is not None}
+        if call.ck is call.k:  # tokens rank blocks
+            del shards["ck"]
+        elif call.ck is not None and not ("compressed" in config.branches or config.use_diff_topk):
+            # they rank without a gradient; those of an index are of one head
+            shards["ck"] = call.ck[:, :, : 1 if call.ck.stride(2) == 0 else None].detach()
+        chunks = self.gather_chunks(shards, 0)
+        keys = {name: torch.cat(t.unbind(), dim=1) for name, t in chunks.items()}
+        chunks = self.gather_chunks(shards, 1)
         for i, chunk in enumerate(self.chunks):
+            if i == config.causal:
+                tails = {name: t.unbind()[::-1] for name, t in chunks.items()}
+                keys = {name: torch.cat((t, *tails[name]), dim=1) for name, t in keys.items()}
             own = slice(i * size, (i + 1) * size)
             rows = {name: parts[i] for name, parts in halves.items()}
+            if call.ck is not None:
+                rows["ck"] = keys.get("ck", keys["k"]).expand(-1, -1, call.k.shape[2], -1)
             documents = reference.slice_documents(call.documents, own)
-            part = call.but(**rows, documents=documents, q_offset=chunk * size)
+            part = call.but(**keys | rows, documents=documents, q_offset=chunk * size)
             results.append(branches.attend(part, config, backend, keep_slots))
         (out, indices), (tail, tail_indices) = results
         out = torch.cat((out, tail), dim=1)
+        if config.use_diff_topk:  # dense chunks read no ranking: all ranks reduce its gradients
+            out = out + rows["ck"][..., :0].sum()
         # without keep_slots the chunks may have different numbers of slots
         if not keep_slots or indices is None or tail_indices is None:
             return out, None

@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from ..attention import SparseAttention
 from ..checks import check_type, refusal
 from ..compat import refuse_context_parallel, sdpa
-from ..compress import windows_of
+from ..compress import Networks, windows_of
 from ..config import GIVEN, NSAConfig
 from ..ops import branches, decode, dispatch, reference
 from ..ops.call import Call
@@ -40,6 +40,7 @@ from .mask import NSAMask, check_call, check_layers, nsa_mask
 Model = TypeVar("Model")
 
 # in place of the settings of a selection, where a model gives its block indices
+MEANS: Networks = {"k": (lambda windows: windows.mean(dim=-2), None)}
 GIVEN_BLOCKS: dict[str, Any] = GIVEN | dict(
     num_initial_blocks=0, num_local_blocks=0, selection_stride=1, dense_length=0,
     compress_block_size=1, compress_block_sliding_stride=1,
@@ -93,8 +94,7 @@ def attention(
 
     L = mask.length
     if context is not None:
-        k, v = (context.gather(t.transpose(1, 2)).transpose(1, 2) for t in (k, v))
-        S, L = k.shape[1], T
+        S, L = context.size * T, T
     elif isinstance(L, int) and S > L:  # a static cache is longer than its sequences
         k, v, S = k[:, :L], v[:, :L], L
     saved, config = getattr(module.config, KEY, None) or {}, drop_in_config(module.config)
@@ -106,9 +106,8 @@ def attention(
         config = config.but(**GIVEN_BLOCKS, selection_block_size=module.indexer.block_size)
     stride, dense_length = config.leader_stride, config.dense_length
     l, d = config.compress_block_size, config.d
-    if context is not None and T % (2 * stride):
-        expected = f"a multiple of {2 * stride} tokens on each context-parallel rank"
-        raise ValueError(f"input_ids must have {expected}, got {T}")
+    if context is not None:
+        context.check_length("input_ids", T, config)
 
     # queries are at positions `starts` + 0, 1, .., none of them before `first`; where rows differ,
     # they and the keys move there
@@ -161,7 +160,9 @@ def attention(
         ck = k
     elif ranks:  # means of windows do, which a cache may keep
         means = kept_means(key, l, d) if keys is None else None
-        if means is None:
+        if context is not None:
+            means = context.compress({"k": k.transpose(1, 2)}, MEANS, config, None)["ck"]
+        elif means is None:
             means = windows_of(k.transpose(1, 2), l, d, True, documents).mean(dim=-2)
         ck = means[:, :, : k.shape[1] // d].transpose(1, 2).to(k.dtype)
     sinks = None if sinks is None else sinks[None]

@@ -23,23 +23,23 @@ STAGES = ONE_SOFTMAX | sizes(4, 4, 4, num_local_blocks=4, num_selected_groups=1)
 INDEX = SIZES | dict(branches=("selected", "window"), importance="index", index_dim=6)
 PAPER = SIZES | dict(importance="probs", branch_kv="independent", num_initial_blocks=1)
 SHORT = SIZES | dict(num_initial_blocks=1, num_local_blocks=2)
-# settings, networks, and whether sums of outputs keep their order
-CASES = {
-    "one-softmax": (ONE_SOFTMAX, {}, True),
-    "dense up to 24 tokens": (ONE_SOFTMAX | dict(dense_length=24), {}, False),
-    "two stages": (STAGES, {}, False),
-    "paper, means": (PAPER, dict(compress_mlp=MeanPool()), False),
-    "short-windows": (SHORT, {}, False),
-    "interpolated": (SHORT | dict(interpolated_importance_score=True, qk_norm=True), {}, False),
-    "windows over two chunks": (SIZES | dict(compress_block_size=15), {}, False),
-    "differentiable top-k": (SIZES | dict(use_diff_topk=True, attention_sinks=True), {}, True),
-    "index": (INDEX, {}, False),
-    "index, rotated tokens": (ONE_SOFTMAX | dict(importance="index"), {}, True),
-    "not causal": (SIZES | dict(causal=False), dict(compress_mlp=SumPool(8)), False),
-    "compressed": (SIZES | dict(branches=("compressed",)), {}, True),
-    "compressed, selected": (SIZES | dict(branches=("compressed", "selected")), {}, True),
-    "compressed, window": (SIZES | dict(branches=("compressed", "window")), {}, False),
-    "window": (SIZES | dict(branches=("window",)), {}, False),
+# settings and networks
+CASES: dict[str, tuple[dict, dict]] = {
+    "one-softmax": (ONE_SOFTMAX, {}),
+    "dense up to 24 tokens": (ONE_SOFTMAX | dict(dense_length=24), {}),
+    "two stages": (STAGES, {}),
+    "paper, means": (PAPER, dict(compress_mlp=MeanPool())),
+    "short-windows": (SHORT, {}),
+    "interpolated": (SHORT | dict(interpolated_importance_score=True, qk_norm=True), {}),
+    "windows over two chunks": (SIZES | dict(compress_block_size=15), {}),
+    "differentiable top-k": (SIZES | dict(use_diff_topk=True, attention_sinks=True), {}),
+    "index": (INDEX, {}),
+    "index, rotated tokens": (ONE_SOFTMAX | dict(importance="index"), {}),
+    "not causal": (SIZES | dict(causal=False), dict(compress_mlp=SumPool(8))),
+    "compressed": (SIZES | dict(branches=("compressed",)), {}),
+    "compressed, selected": (SIZES | dict(branches=("compressed", "selected")), {}),
+    "compressed, window": (SIZES | dict(branches=("compressed", "window")), {}),
+    "window": (SIZES | dict(branches=("window",)), {}),
 }
 
 # of tokens that share a ranking
@@ -62,7 +62,7 @@ def documents(kind: str, length: int) -> dict[str, torch.Tensor]:
 def check(
     name: str, mesh, dtype: torch.dtype, kind: str = "", backend: str = "auto", **changes
 ) -> None:
-    settings, networks, is_exact = CASES[name]
+    settings, networks = CASES[name]
     torch.manual_seed(0)
     config, length = NSAConfig(**SHAPE | settings | changes), 32 * mesh.size()
     bounds, rows = documents(kind, length), 1 if kind == "cu_seqlens" else 2
@@ -70,6 +70,8 @@ def check(
     with torch.no_grad():
         for weight in layer.parameters():  # none at 0
             weight += 0.1 * torch.randn_like(weight)
+    if backend == "triton":
+        layer.backend = backend
     x, d_out = torch.randn(2, rows, length, 16, dtype=dtype)
     whole = x.clone().requires_grad_()
     expected = layer(whole, **bounds)
@@ -88,8 +90,8 @@ def check(
     out.backward(d_out)
     out, d_x = context_parallel_unshard(mesh, [out, x.grad], [1, 1])
     tolerance = dict(atol=1e-12, rtol=0) if dtype == torch.float64 else dict(atol=2e-5, rtol=1e-5)
-    is_exact = is_exact and not kind
-    exact = dict(atol=0, rtol=0) if is_exact and dtype == torch.float64 else tolerance
+    # the kernels keep the order of sums, those of BLAS depend on the number of keys
+    exact = dict(atol=0, rtol=0) if backend == "triton" else tolerance
     torch.testing.assert_close(out, expected, **exact)
     torch.testing.assert_close(d_x, whole.grad, **tolerance)
     for weight, p in layer.named_parameters():
