@@ -296,7 +296,7 @@ def flash(capability):
 def largest(capability):
     """Blocks of 32 to 128 keys in tiles of 128; portable on other GPUs."""
     with launch.using({"largest_sm90": True}):
-        for s, n, stride in ((32, 16, 1), (64, 16, 4), (128, 13, 1)):
+        for s, n, stride in ((32, 16, 1), (64, 32, 4), (128, 13, 1)):
             for heads in ((16, 4, 128), (8, 2, 64), (4, 4, 32)):
                 settings = dict(selection_block_size=s, num_selected_blocks=n, **TOKENS)
                 windows = sizes(16, 16, s, num_selected_groups=n)

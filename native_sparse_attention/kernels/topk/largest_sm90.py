@@ -52,7 +52,7 @@ REGISTERS = gl.constexpr(240)
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 16]))
 ACC_8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 32]))
 # most blocks of a ranking, widths of heads, and keys of a block
-MAX_SLOTS, WIDTHS, BLOCK_KEYS = 16, (16, 32, 64, 128), (32, 64, 128)
+MAX_SLOTS, WIDTHS, BLOCK_KEYS = 32, (16, 32, 64, 128), (32, 64, 128)
 # leaders of a work tile
 TILE = CONSUMERS.value * ROWS.value
 LENGTHS = ["first_token", "T", "C", "GROUPS", "TILES", "LINES", "RANKS"]
@@ -286,8 +286,10 @@ def consume(sizes, out, leader_indices, call, memory, CONSUMER: gl.constexpr, F:
     SLOTS: gl.constexpr = F.SLOTS
     LAYERS: gl.constexpr = F.LAYERS
     PRODUCTS: gl.constexpr = F.STEPS * LAYERS
-    # wider products take longer than the maxima: one at a time is as fast
-    PAIR: gl.constexpr = 2 if PRODUCTS > 1 and (F.D == 64 or F.BITS == 8) else 1
+    # wider products take longer than the maxima: one at a time is as fast; deep columns take the
+    # registers of another
+    IS_PAIR: gl.constexpr = (F.D == 64 or F.BITS == 8) and SLOTS <= 16
+    PAIR: gl.constexpr = 2 if PRODUCTS > 1 and IS_PAIR else 1
     COLUMNS: gl.constexpr = largest_of_blocks(zero).type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, COLUMNS)
     i, column = gl.arange(0, ROWS, ROW), gl.arange(0, BLOCKS, gl.SliceLayout(0, COLUMNS))

@@ -105,6 +105,8 @@ LARGEST = [
     (16, sizes(1, 1, 32), dict(num_selected_blocks=8, selection_stride=2)),
     (128, sizes(1, 1, 64), dict(importance="head_max", num_selected_blocks=16)),
     (64, sizes(1, 1, 32), dict(importance="head_max", selection_stride=4, scale=-0.1)),
+    (128, sizes(1, 1, 64), dict(importance="head_max", num_selected_blocks=32)),
+    (64, sizes(1, 1, 32), dict(num_selected_blocks=24)),
 ]
 
 
@@ -133,6 +135,8 @@ INTEGERS = [
     (128, sizes(4, 4, 128), dict(num_local_blocks=3, scale=-0.1)),
     (32, sizes(1, 1, 128), dict(num_selected_blocks=8, **EACH_HEAD)),
     (128, sizes(1, 1, 64), dict(importance="head_max", num_selected_blocks=16)),
+    (64, sizes(1, 1, 32), dict(importance="head_max", num_selected_blocks=32, selection_stride=4)),
+    (128, sizes(1, 1, 64), dict(importance="head_max", num_selected_blocks=24)),
 ]
 LENGTHS = (1300, 1300, 3, 16, 8), (200, 1100, 2, 4, 2), (40, 520, 1, 2, 2)
 if not CUDA:
