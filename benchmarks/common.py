@@ -225,7 +225,7 @@ def chart(
     lines = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(
         lines, columns, figsize=(4.6 * columns, 3.4 * lines), squeeze=False,
-        constrained_layout=True,
+        constrained_layout=True, sharey=not is_log,
     )  # fmt: skip
     colors = {label: f"C{i}" for i, label in enumerate(dict.fromkeys(
         label for curves in panels.values() for label in curves))}  # fmt: skip

@@ -35,7 +35,7 @@ import functools
 import itertools
 import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -254,9 +254,17 @@ def digits_found(model: Transformer, text: np.ndarray, contexts: int, cfg: Names
 # tables and plot
 
 DENSE = "dense"
-# at most four lines a panel
-ONES = ", any head, 8 bits", ", any head, 8 bits, layers 1 and 3 local", "", ", index of 32"
-DRAWN = [f"1088 keys, blocks of 32{ranking}" for ranking in ONES]
+# of tables that users read; of the chart the first four
+ONE = "1088 keys, blocks of 32"
+LABELS = {
+    f"{ONE}, any head, 8 bits": "one softmax, the preset",
+    f"{ONE}, any head, 8 bits, layers 1 and 3 local": "layers 1 and 3 of 6 local",
+    ONE: 'ranked by the mean query (importance="max"), 16 bits',
+    f"{ONE}, index of 32": 'ranked by a learned index (importance="index")',
+    f"{ONE}, any head": "the preset, in 16 bits",
+    "1088 keys, any head, 8 bits": "8 ranked blocks of 64",
+    f"{ONE}, any head, 8 bits, layers 2 and 4 local": "layers 2 and 4 of 6 local",
+}
 
 
 def bits(row: Row) -> float:
@@ -279,30 +287,20 @@ def reach(row: Row) -> float | None:
     return mean_of(row, 2048, T) - mean_of(row, 256, 1024) if T > 2048 else None
 
 
-def recipe_of(row: Row) -> str:
-    return row.get("recipe", "old")
-
-
-def trained(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.get("kind") == "train" and "failed" not in row]
-
-
 def by_text(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Of the complete runs with the recipe, the bytes and the model of the last one, those of each
     text, by its name."""
 
     def experiment(row: Row) -> tuple[str, int, str]:
-        return recipe_of(row), row["steps"] * row["batch"] * row["T"], str(row["shape"])
+        return row.get("recipe", "old"), row["steps"] * row["batch"] * row["T"], str(row["shape"])
 
-    runs, texts = trained(rows), dict[str, list[Row]]()
+    runs = [row for row in rows if row.get("kind") == "train" and "failed" not in row]
+    texts = dict[str, list[Row]]()
     for row in runs:
         if experiment(row) == experiment(runs[-1]):
-            texts.setdefault(text_name(row), []).append(row)
+            text = row["data"].get("name", row["data"]["sha256"][:12])
+            texts.setdefault(text, []).append(row)
     return texts
-
-
-def text_name(row: Row) -> str:
-    return row["data"].get("name", row["data"]["sha256"][:12])
 
 
 def by_length(runs: Sequence[Row]) -> dict[int, Variants]:
@@ -314,6 +312,7 @@ def cells_of(runs: list[Row], dense: list[Row]) -> dict[str, str]:
     """A line of the table. Differences from dense attention are those of equal seeds."""
     row, twins = runs[0], {row["seed"]: bits(row) for row in dense}
     pairs = [bits(run) - twins[run["seed"]] for run in runs if run["seed"] in twins]
+    reaches = [value for run in runs if (value := reach(run)) is not None]
     found = {
         "M parameters": f"{row['parameters'] / 1e6:.1f}",
         "keys a query": " + ".join(map(str, row["keys_per_query"].values())),
@@ -322,23 +321,15 @@ def cells_of(runs: list[Row], dense: list[Row]) -> dict[str, str]:
         "bits per byte": spread(list(map(bits, runs))),
         "minus dense": spread(pairs) if pairs and row["variant"] != DENSE else "",
         "last half": spread([run["bits"]["last_half"] for run in runs]),
-        **more_cells(runs),
+        "reach": spread(reaches) if reaches else "",
+        "0-256": spread([mean_of(run, 0, min(256, row["T"])) for run in runs]),
+        "seconds": spread([run["seconds"] for run in runs], 0),
     }
     for name in row["bits"]["positions"]:
         if int(name.partition("-")[0]) >= row["T"] // 32:
             found[name] = f"{fmean(run['bits']['positions'][name] for run in runs):.3f}"
     digits = (fmean(r["needle"][depth]["digits"] for r in runs) for depth in row["needle"])
     return found | {"digits found": " / ".join(f"{share:.2f}" for share in digits)}
-
-
-def more_cells(runs: Sequence[Row]) -> dict[str, str]:
-    """What tells near keys from far ones, and the time of training."""
-    columns = {"reach": reach, "0-256": lambda row: mean_of(row, 0, min(256, row["T"]))}
-    found = {}
-    for name, measure in columns.items():
-        values = [value for run in runs if (value := measure(run)) is not None]
-        found[name] = spread(values) if values else ""
-    return found | {"seconds": spread([run["seconds"] for run in runs], 0)}
 
 
 def table_of_runs(rows: Sequence[Row]) -> str:
@@ -357,29 +348,51 @@ def table_of_text(text: str, rows: Sequence[Row]) -> str:
             lines.append([name, *cells.values()])
             used += runs
         parts.append(f"Text {text}, T = {T}:\n\n{common.markdown(lines)}")
-    where = f"{last['train_bytes'] / 1e6:.0f} MB of training text a run, recipe {recipe_of(last)}; "
+    where = f"{last['train_bytes'] / 1e6:.0f} MB of training text a run, recipe {last['recipe']}; "
     where += f"text with SHA-256 {last['data']['sha256'][:12]}, {last['data']['bytes']} bytes. "
     return "\n\n".join([*parts, where + common.machine(used)])
 
 
-TABLES = {common.RESULTS / "training.md": {"learning": table_of_runs}}
+def summary(rows: Sequence[Row], number: int | None = None) -> str:
+    """Of the shortest length of each text the first forms of `LABELS`: differences from dense
+    attention; the reach and seeds of each text."""
+    texts = {text: next(iter(by_length(runs).values())) for text, runs in by_text(rows).items()}
+    lines = [["bits per byte", *texts, "reach", "seeds"]]
+    for name in [DENSE, *LABELS][:number]:
+        runs = [variants.get(name, []) for variants in texts.values()]
+        twins = (variants.get(DENSE, []) for variants in texts.values())
+        cells = [cells_of(*pair) if pair[0] else {} for pair in zip(runs, twins, strict=True)]
+        column = "bits per byte" if name == DENSE else "minus dense"
+        reaches = " / ".join(found.get("reach", "-").partition(" ")[0] for found in cells)
+        found = [found.get(column, "") for found in cells]
+        lines.append(
+            [LABELS.get(name, name), *found, reaches, " / ".join(str(len(r)) for r in runs)]
+        )
+    return common.markdown(lines) if texts else NO_ROWS
+
+
+TABLES: dict[Path, dict[str, Callable[[Sequence[Row]], str]]] = {
+    common.RESULTS / "training.md": {"learning": table_of_runs},
+    common.ROOT / "docs" / "training.md": {"learning summary": summary},
+    common.ROOT / "README.md": {"learning summary": functools.partial(summary, number=4)},
+}  # fmt: skip
 
 
 def plot(rows: Sequence[Row]) -> None:
     """Bits per byte minus those of dense attention with equal seeds, against the position: a panel
-    for each text and length."""
+    for each text, at its shortest length."""
     panels: dict[str, Any] = {}
     for text, runs in by_text(rows).items():
-        for T, variants in by_length(runs).items():
-            dense = {run["seed"]: positions(run) for run in variants.get(DENSE, ())}
-            curves = panels[f"{text}, T = {length(T)}"] = dict[str, dict[float, list[float]]]()
-            for name in DRAWN:
-                for run in variants.get(name, ()):
-                    twin = dense.get(run["seed"], {})
-                    for at in twin:
-                        points = curves.setdefault(name, {}).setdefault(at, [])
-                        points.append(positions(run)[at] - twin[at])
-    common.chart(panels, PLOT, "position", "bits minus dense", is_log=False)
+        T, variants = next(iter(by_length(runs).items()))
+        dense = {run["seed"]: positions(run) for run in variants.get(DENSE, ())}
+        curves = panels[f"{text}, T = {length(T)}"] = dict[str, dict[float, list[float]]]()
+        for name, label in [*LABELS.items()][:4]:
+            for run in variants.get(name, ()):
+                twin = dense.get(run["seed"], {})
+                for at in twin:
+                    points = curves.setdefault(label, {}).setdefault(at, [])
+                    points.append(positions(run)[at] - twin[at])
+    common.chart(panels, PLOT, "position", "bits minus dense", columns=3, is_log=False)
 
 
 def positions(row: Row) -> dict[float, float]:

@@ -50,7 +50,6 @@ PUBLISHED: Settings = dict(THREE, num_initial_blocks=0, num_local_blocks=1)
 ONE: Settings = dict(THREE, branches=["selected"], num_local_blocks=5)
 TOKENS: Settings = dict(ONE, importance="max", compress_block_size=1)
 TOKENS.update(compress_block_sliding_stride=1)
-MEANS: Settings = dict(TOKENS, compress_block_size=4, compress_block_sliding_stride=4)
 ROTATED: Settings = dict(TOKENS, rank_rotated=True)
 # 1 initial, 8 local and 8 ranked blocks of 64 tokens, or as many tokens in blocks of 32: 1088 keys
 WIDE: Settings = dict(ROTATED, num_selected_blocks=8, num_local_blocks=8)
@@ -72,12 +71,9 @@ RANKINGS: dict[str, Settings] = {
     "any head, 8 bits, R = 4": dict(ANY_HEAD, selection_stride=4),
     "32 by any head, 8 bits, R = 4": dict(ANY_HEAD, selection_stride=4, num_selected_blocks=32),
     "any head, 8 bits, one ranking for 2 layers": dict(ANY_HEAD, share_ranking=2),
+    "any head, 8 bits, R = 16": dict(ANY_HEAD, selection_stride=16),
+    "any head, 8 bits, one ranking for 4 layers": dict(ANY_HEAD, share_ranking=4),
     "any head, two stages": dict(importance="head_max", **STAGES),
-    "R = 4": dict(selection_stride=4),
-    "R = 16": dict(selection_stride=16),
-    "two stages": STAGES,
-    "one ranking for 2 layers": dict(share_ranking=2),
-    "one ranking for 4 layers": dict(share_ranking=4),
     "index of 32": dict(INDEX, index_dim=32),
     "any head, layers 2 and 4 local": dict(importance="head_max", local_layers=[1, 3]),
     "any head, 8 bits, layers 2 and 4 local": dict(ANY_HEAD, local_layers=[1, 3]),
@@ -97,15 +93,9 @@ VARIANTS: dict[str, Settings] = {
     "mean pooling": dict(THREE, compress_mlp="mean"),
     "1088 keys": WIDE,
     "1088 keys, blocks of 32": SMALL,
-    "1088 keys, blocks of 32, learned ranking": dict(SMALL, **INDEX),
     "1088 keys, blocks of 32, layers 2 and 4 local": dict(SMALL, local_layers=[1, 3]),
-    "1088 keys, blocks of 32, every head ranks": dict(SMALL, query_heads_share_selected_kv=False),
-    "one softmax, max of 4, rotated": dict(MEANS, rank_rotated=True),
-    "one softmax, logits": ONE,
     "MLP over windows of 8": SHORT,
-    "MLP over windows of 8, 8 apart": dict(SHORT, compress_block_sliding_stride=8),
     "1600 keys, blocks of 64": LARGE,
-    "1600 keys, blocks of 64, layers 2 and 4 local": dict(LARGE, local_layers=[1, 3]),
     **{f"1088 keys, {name}": WIDE | ranking for name, ranking in RANKINGS.items()},
     **{f"1088 keys, blocks of 32, {name}": SMALL | ranking for name, ranking in RANKINGS.items()},
     **{f"1600 keys, blocks of 64, {name}": LARGE | ranking for name, ranking in RANKINGS.items()},
