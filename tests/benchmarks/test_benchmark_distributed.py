@@ -1,4 +1,4 @@
-"""benchmarks.distributed in two processes over gloo; its intervals and its table."""
+"""benchmarks.distributed in two processes over gloo, and its intervals."""
 
 import pytest
 import torch
@@ -84,15 +84,3 @@ def test_covered_intervals():
     assert distributed.covered(spans) == 3 + 13
     assert distributed.covered([*spans, (20, 30), (0, 10)]) == 30
     assert distributed.covered([]) == 0
-
-
-def test_table():
-    place = dict(subject="model", form=distributed.FORMS[0], T=65536, processes=2)
-    alone = dict(place, mode="one", step_ms=2000.0, tokens_per_s=32768, peak_mib=51200)
-    both = dict(
-        place, mode="cp", step_ms=1100.0, tokens_per_s=59578, peak_mib=30720, exposed_ms=12.3
-    )
-    text = distributed.table_of([alone, both], "model")
-    assert "2.00 s, 50 GiB" in text and "1.10 s, 30 GiB, 91%, 12 ms" in text
-    layer = dict(place, subject="layer", mode="cp", forward_ms=900.0, both_ms=2800.0)
-    assert "900 / 1900" in distributed.table_of([layer], "layer")
