@@ -35,8 +35,6 @@ def hasten() -> None:
         patch_once_a_launch(interpreter)
     if hasattr(interpreter, "interpreter_builder"):
         check_nothing_in_vain(interpreter.interpreter_builder)
-    if hasattr(interpreter, "_get_np_dtype"):
-        look_up_dtypes(interpreter)
     block = core.block_type(core.int32, [1])
     known = has(block, "element_ty shape numel name")
     if known and has(core.tensor(None, block), "handle shape numel type dtype"):
@@ -91,18 +89,6 @@ def check_nothing_in_vain(builder: Any) -> None:
     options = getattr(builder, "options", None)
     if getattr(options, "sanitize_overflow", False) and not getattr(options, "debug", True):
         builder.options = dataclasses.replace(options, sanitize_overflow=False)
-
-
-def look_up_dtypes(interpreter: Any) -> None:
-    """For each operation it makes a table of all of them."""
-    find, found = interpreter._get_np_dtype, {}
-
-    def look_up(dtype: Any) -> Any:
-        if dtype.name not in found:
-            found[dtype.name] = find(dtype)
-        return found[dtype.name]
-
-    interpreter._get_np_dtype = look_up
 
 
 def share_shapes(core: Any) -> None:
