@@ -8,7 +8,7 @@ from native_sparse_attention.kernels.common import launch
 from tests.helpers.budget import CUDA, DEVICE, assert_right, in_chunks
 from tests.helpers.calls import draw
 from tests.helpers.memory import no_sync
-from tests.helpers.on_hopper import layer
+from tests.kernels.test_same_bits import layer
 
 if not launch.triton_is_known():
     pytest.skip("its kernels are not known to run with this Triton", allow_module_level=True)

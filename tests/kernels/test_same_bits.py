@@ -7,14 +7,23 @@ import pytest
 import torch
 
 from benchmarks import problem
+from native_sparse_attention import native_sparse_attention
 from native_sparse_attention.kernels.common import launch
 from tests.helpers.budget import DEVICE, FORMS, in_chunks
 from tests.helpers.memory import poisoned
-from tests.helpers.on_hopper import layer
 
 pytestmark = pytest.mark.gpu
 
 NAMES = ("q", "k", "v", "ck", "cv", "branch_gates", "d_out")
+
+
+def layer(tensors, d_out, within, **settings):
+    """The layer and its gradients, by the kernels that `within` says. The tensors are those of
+    `native_sparse_attention` in order."""
+    # in all threads: the backward has its own
+    with launch.using(within):
+        out = native_sparse_attention(*tensors, backend="triton", **settings)
+        return [out.detach(), *torch.autograd.grad(out, tensors, d_out)]
 
 
 def bits(t):
