@@ -107,6 +107,15 @@ def close(actual, expected, tol=1e-4, **options):
     torch.testing.assert_close(actual, expected, atol=tol, rtol=tol, **options)
 
 
+def gradients(model, batch, **given):
+    """What a model gives, and by name the gradients of its loss."""
+    model.zero_grad()
+    torch.manual_seed(3)  # of the queries of a ranking
+    out = model(**batch, **given)
+    out.loss.backward()
+    return out, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
 def prompts(*lengths):
     """Random tokens [1, length] for each length."""
     return [torch.randint(1, SIZES["vocab_size"], (1, length)) for length in lengths]

@@ -10,7 +10,7 @@ import transformers
 from native_sparse_attention.hf import attention, convert, use_sparse_attention
 from tests.helpers.batches import call_in_pieces, check_rows, dynamic, packed, padded, static
 from tests.helpers.sizes import sizes
-from tests.helpers.tiny_models import FAMILIES, SPARSE, WHOLE, close, prompts, tiny
+from tests.helpers.tiny_models import FAMILIES, SPARSE, WHOLE, close, gradients, prompts, tiny
 
 CONVERTED = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Phi", "Phi3", "SmolLM3",
@@ -75,15 +75,10 @@ def test_sparse_converted_model_gives_what_the_drop_in_does(family):
 @family
 def test_gradients_are_those_of_dense_attention(family):
     model, (text,) = tiny(family).train(), prompts(24)
-
-    def gradients():
-        model.zero_grad()
-        model(text, labels=text, use_cache=False).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    expected = gradients()
+    batch = dict(input_ids=text, labels=text, use_cache=False)
+    _, expected = gradients(model, batch)
     use_sparse_attention(model, **WHOLE | dict(use_diff_topk=False))
-    close(gradients(), expected, tol=1e-3)
+    close(gradients(model, batch)[1], expected, tol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"])

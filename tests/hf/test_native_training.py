@@ -9,17 +9,9 @@ import transformers
 
 from native_sparse_attention.hf import NSAForCausalLM, ranking_losses
 from tests.helpers.batches import padded
-from tests.helpers.tiny_models import checkpoint, close, native, prompts
+from tests.helpers.tiny_models import checkpoint, close, gradients, native, prompts
 
 TEXT = b"the quick brown fox jumps over the lazy dog, and then it runs home. " * 12
-
-
-def gradients(model, batch, **given):
-    model.zero_grad()
-    torch.manual_seed(3)  # of the queries of a ranking
-    out = model(**batch, **given)
-    out.loss.backward()
-    return out, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_a_ranking_learns_beside_the_model():
