@@ -37,22 +37,11 @@ def test_layout_of_ids_and_padding():
     assert (found.source == -1).all() and (found.documents.last == 0).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 0), (0, 3), (2, 0)])
-def test_layout_of_nothing(shape):
-    found = docs.layout(shape, torch.device("cpu"), 4, mask=torch.ones(shape, dtype=torch.bool))
-    x = torch.randn(*shape, 2)
-    assert found.collect(found.spread(x)).shape == x.shape
-
-
-def test_moving_there_and_back():
+def test_second_derivatives_of_moves():
     cu = torch.tensor([0, 5, 5, 6, 15, 18, 18, 29])
-    total = int(cu[-1])
-    layout = docs.layout((1, total), cu.device, 8, cu_seqlens=cu)
-    x = torch.randn(1, total, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(layout.collect(layout.spread(x)), x)
+    layout = docs.layout((1, 29), cu.device, 8, cu_seqlens=cu)
+    x = torch.randn(1, 29, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(layout.spread, x)
-    (grad,) = torch.autograd.grad((layout.spread(x) ** 2).sum(), x)
-    torch.testing.assert_close(grad, 2 * x)
 
 
 @pytest.mark.parametrize("causal", [True, False])

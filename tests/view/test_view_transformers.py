@@ -160,11 +160,6 @@ def test_dense_attention_by_default_is_told(folder, tmp_path):
         ("dense", ("--settings", '{"dense_length": -1}'), "dense_length must be"),
         ("dense", ("--settings", "bees"), "argument --settings: invalid json_object value"),
         ("native", ("--settings", "{}"), "settings must be None for a model of type 'nsa'"),
-        (
-            "converted",
-            ("--settings", '{"heads": 3}'),
-            "heads must be 4, which the model decides, got 3",
-        ),
     ],
 )
 def test_bad_input_is_told_in_one_line(name, args, message, folder, tmp_path, capsys, monkeypatch):
