@@ -45,9 +45,6 @@ def assert_gradients(module, out):
         assert p.grad is not None and p.grad.isfinite().all(), name
 
 
-# the laws
-
-
 @pytest.mark.slow(one_of=4)
 @both
 @every
@@ -113,9 +110,6 @@ def test_no_tokens_at_all():
         assert sliding_window_attention(q, q, q, backend=backend, **call).shape == q.shape
 
 
-# flex_attention
-
-
 @pytest.mark.slow(one_of=8)
 @pytest.mark.parametrize("length", [1, 13, 40, 150])
 @both
@@ -144,9 +138,6 @@ def test_masks_of_the_caller(setting, causal, length, untraced_flex):
     close(out, module(x), 1e-5)
     if length == 40 and setting != "independent":
         close(module(x, fine_selection_flex_mask=fine_mask), module(x), 1e-5)
-
-
-# dtypes and tensors without data
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -227,9 +218,6 @@ def test_tensors_without_data(setting, causal, mode):
     assert all(p.grad.shape == p.shape for p in trained(module).values())
 
 
-# what a user does to a module
-
-
 @every
 def test_a_layer_travels(setting):
     """By a file, a copy, a pickle, and into a layer made on the meta device."""
@@ -264,9 +252,6 @@ def test_strides():
     """Checkpointing: test_transformer.py."""
     module, x = layer(), normal(30, 2, DIM).transpose(0, 1)
     close(step(module, x), step(module, x.contiguous()))
-
-
-# parts that a user gives
 
 
 @pytest.mark.slow(one_of=3)

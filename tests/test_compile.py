@@ -82,9 +82,6 @@ def test_a_training_step_is_one_graph(compiled):
     assert all(p.grad is not None for p in model.parameters())
 
 
-# over a cache
-
-
 @pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("kind", ["shared rankings", "dense"])
 @torch.no_grad()
@@ -215,8 +212,6 @@ def test_other_caches_run_outside_of_the_graph(compiled):
     with pytest.raises(torch._dynamo.exc.Unsupported, match="only a KVCache with max_length"):
         run(decoder.x[:, :1], decoder.cache)
 
-
-# export
 
 BATCH, LENGTH = torch.export.Dim("batch", max=64), torch.export.Dim("length", max=4096)
 EXPORTED = {

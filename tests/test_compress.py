@@ -152,9 +152,6 @@ def test_pools_by_hand():
     torch.testing.assert_close(compress.AttentionPool(2, 2)(kv), expected)
 
 
-# windows of a whole sequence, without copies
-
-
 def layer_of(name: str, l: int, d: int, **settings: Any) -> SparseAttention:
     """A layer of compressed keys and values, its network one of those above."""
     network, kwargs = OURS[name]

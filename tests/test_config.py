@@ -89,8 +89,6 @@ def test_is_frozen_hashable_and_copied():
     assert dataclasses.replace(config, heads=2) != config
 
 
-# presets
-
 SHAPE = dict(dim=32, dim_head=16, heads=4, kv_heads=2, causal=True)
 
 

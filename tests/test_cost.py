@@ -137,9 +137,6 @@ def test_presets_against_torch(name, stride, T):
     assert (cost.sparse.attention_flops * 2 * T == attention * (T + 1)) == is_dense
 
 
-# the calculator
-
-
 SCRIPT = Path(__file__).resolve().parent.parent / "docs" / "cost.js"
 GIVEN = [
     *(settings for settings, _ in HELD.values()),

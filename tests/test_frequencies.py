@@ -107,9 +107,6 @@ def test_far_positions():
     assert off.norm(dim=-1).max() < 0.1
 
 
-# arguments
-
-
 EMBEDDINGS = [
     lambda **kwargs: layer(torch.float32, dim_head=8, **kwargs).rotary_emb,
     lambda **kwargs: Attention(16, 8, 2, **kwargs).rotary_embed,

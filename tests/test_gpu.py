@@ -65,9 +65,6 @@ def test_no_sync_between_projection_and_output(heads, kv_heads, dim_head, rankin
         step()
 
 
-# two GPUs in one process
-
-
 def assert_same_on_each(call):
     """What `call` returns on each of two GPUs, there, and the first stays the current one."""
     torch.cuda.set_device(0)
@@ -136,9 +133,6 @@ def test_sampling_on_each_gpu(use_sparse_attn):
     assert_same_on_each(
         lambda device: [model.to(device).sample(prompt.to(device), 140, temperature=0.0)]
     )
-
-
-# training
 
 
 def draw(length):

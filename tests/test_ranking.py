@@ -188,9 +188,6 @@ def test_autocast_and_checkpoint():
     torch.testing.assert_close(*grads)
 
 
-# recipes
-
-
 SETTINGS = dict(TOKENS, selection_block_size=4, num_selected_blocks=1, importance="index")
 
 

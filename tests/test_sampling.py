@@ -143,9 +143,6 @@ def test_the_caller_may_write_to_what_it_gave_and_got(use_cache_kv):
     assert torch.equal(torch.stack(tokens, dim=1), expected)
 
 
-# modes
-
-
 def model_with_dropout():
     network = CompressTransformer(1, 32, 2, dropout=0.5)
     return model(compress_mlp=network).train()
@@ -201,9 +198,6 @@ def test_modes_after_an_error(use_cache_kv):
                 net.sample(ids, 22, use_cache_kv=use_cache_kv)
             assert modes(net) == before
     assert len(calls) == 4
-
-
-# CUDA graphs
 
 
 @pytest.mark.gpu

@@ -78,9 +78,6 @@ def test_keys_of_a_query():
     assert all(keys(name) == {"selected": 768} for name in ones)
 
 
-# runs
-
-
 def test_a_stopped_run_continues_exactly(tmp_path, monkeypatch):
     """Stopped after every step and started again: the row of a run that was not."""
     how = ("muon" if HAS_MUON else "old") + ",short=0.5,average=1"
@@ -158,9 +155,6 @@ def test_muon_and_adamw_train_each_parameter_once():
     groups = [g for o in recipe.build_optimizers(model, cfg) for g in o.param_groups]
     trained = [id(p) for group in groups for p in group["params"]]
     assert sorted(trained) == sorted(map(id, model.parameters()))
-
-
-# bits of text
 
 
 class Uniform(torch.nn.Module):
@@ -267,9 +261,6 @@ def test_needle():
         row = learning.context(text, 400, depth, np.random.default_rng(0))
         at = bytes(row.tolist()).index(b"/* The number")
         assert len(row) == 400 and abs(at - depth * 320) < 40
-
-
-# the text that models are trained on
 
 
 def test_text_of_packages(tmp_path):

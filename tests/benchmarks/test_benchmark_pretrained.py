@@ -163,8 +163,6 @@ def test_what_is_wrong_is_not_measured(monkeypatch, model):
     assert all(row["failed"].startswith("wrong: with every") for row in others)
 
 
-# conversion
-
 PLAN = distillation.Plan(
     (16,), (16, 32, 32), T=256, train_T=128, windows=2, needles=0, watched=0, steps=2,
     ranking_steps=2, queries=16,

@@ -50,9 +50,6 @@ def test_ratios():
     assert attention.ratios({"failed": "why"}, times) == {}
 
 
-# the oracle
-
-
 class ShortWindow(Ours):
     def branches(self, setting):
         return [*super().branches(setting)[:2], oracle.window(setting.w + 1, gate=2)]
@@ -107,9 +104,6 @@ def test_laws_notice_a_key_that_gets_no_gradient(broken):
         oracle.check_laws(provider.branches(setting), inputs, named)
 
 
-# decoding
-
-
 STEP = decode.Step(attention.tiny(320, 4, 2), B=2, T=2)
 
 
@@ -145,9 +139,6 @@ def test_wrong_dense_attention_is_not_timed():
         decode.check(Unmasked("wrong"), STEP, CPU)
 
 
-# layers
-
-
 def test_a_wrong_layer_is_not_timed(monkeypatch):
     make = clock.make
 
@@ -162,9 +153,6 @@ def test_a_wrong_layer_is_not_timed(monkeypatch):
         SystemExit, match="1 cases failed, the first: layer, 32/8 .*wrong: out errs"
     ):
         clock.main(["--quick", "--device", "cpu", *options])
-
-
-# generate of transformers
 
 
 def test_wrong_attention_is_not_timed(monkeypatch):
@@ -199,9 +187,6 @@ def test_wrong_attention_is_not_timed(monkeypatch):
     generation.measure_all(network, plan, recorder)
     (row,) = recorder.rows
     assert row["form"] == "max of 16" and row["failed"].startswith("wrong: logits")
-
-
-# two checkouts in turns
 
 
 @pytest.mark.slow

@@ -288,9 +288,6 @@ def test_caches_of_a_model(use_sparse_attn):
         net.new_cache(max_length=40, batch=2, num_pages=9)
 
 
-# pages
-
-
 def test_pages_come_and_go():
     """What one sequence gives back, another takes; swaps and first copies move none."""
     decoder = Decoder(layer(), normal(2, 40, DIM), PagedKVCache(8, 10, 2, 64))
@@ -326,9 +323,6 @@ def test_pages_come_and_go():
     decoder.step(7, 0)
     cache.reset()
     assert cache.free_pages == 10 and not cache.page_table.any()
-
-
-# whose a cache is
 
 
 CHANGED = {

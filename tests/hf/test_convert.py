@@ -95,9 +95,6 @@ def test_settings_of_layers():
     close(model(text).logits, expected)
 
 
-# files
-
-
 # experts have another format in files than in a state dict
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
 @torch.no_grad()
@@ -182,9 +179,6 @@ def test_files_that_cannot_be_loaded_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | dict(architectures=["Mine"])))
     with pytest.raises(ValueError, match="path must be .* class Mine: call its from_pretrained"):
         load_converted(tmp_path)
-
-
-# what is refused
 
 
 @pytest.mark.parametrize(

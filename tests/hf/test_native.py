@@ -172,9 +172,6 @@ def test_what_is_out_of_range_is_named(settings, message):
         NSAModelConfig(**SIZES | settings)
 
 
-# files and initial weights
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_frequencies_stay_in_fp32(dtype, tmp_path):

@@ -63,9 +63,6 @@ def test_scores_of_other_dtypes_and_axes(mod):
     torch.testing.assert_close(out, expected.float())
 
 
-# the approximate tanh
-
-
 def test_tanh_approx_is_an_operator():
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     torch.library.opcheck(masks.tanh_approx, (x,))

@@ -73,9 +73,6 @@ def test_triton_interpreter_has_no_bfloat16(branch):
     torch.testing.assert_close(call(("triton", "eager")), call("eager"), rtol=0, atol=0)
 
 
-# flex_attention
-
-
 D, E = 8, 6  # widths of keys and of values
 CONFIG = AttentionConfig()
 
@@ -136,9 +133,6 @@ def test_traces_without_a_break(branch):
         q, *others = whole.tensors.values()
         tensors = [q[:, :length], *(t[:, :keys] for t in others)]
         torch.testing.assert_close(compiled(settings, *tensors), run(settings, *tensors))
-
-
-# what it cannot do
 
 
 def reasons(op="selected_attention", **changes) -> list[str]:

@@ -73,8 +73,6 @@ def test_layers(branch, case):
     )
 
 
-# the ranking
-
 GEOMETRIES = [(4, 4, 4), (8, 4, 8), (8, 4, 4), (6, 2, 8), (8, 8, 4), (12, 8, 2)]
 RULES = [("logits", False), ("logits", True)]
 RULES += [(rule, False) for rule in ("probs", "max", "head_max")]
@@ -136,8 +134,6 @@ def test_caps_and_sinks_in_the_ranking():
             other = nsa.select_blocks(**tensors, **call, **changed)
             assert torch.equal(plain, other) == (importance == "logits")
 
-
-# what it refuses, and calls of nothing
 
 SIZES = sizes(4, 2, 4, n=2, w=3)
 

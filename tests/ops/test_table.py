@@ -134,8 +134,6 @@ def test_branches(backend, dtype, branch, case, untraced_flex):
     check_right(backend, dtype, draw(branch, dtype, **given), given)
 
 
-# whole layers
-
 PAPER = dict(importance="probs", num_initial_blocks=1, num_local_blocks=2)
 TOKENS = dict(importance="max", compress_block_size=1, compress_block_sliding_stride=1)
 # groups of 16 tokens

@@ -121,8 +121,6 @@ def test_packed_files(tmp_path):
         data.read_bytes(tmp_path / "b.zip")
 
 
-# the download, from a server of our own
-
 CONTENT = np.random.default_rng(0).bytes(300_000)
 
 

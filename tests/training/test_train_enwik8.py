@@ -254,9 +254,6 @@ def in_process(cwd, *args):
     return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
 
 
-# without what a program is used to
-
-
 def test_help_needs_no_torch(tmp_path):
     for name in ("torch", "numpy", "matplotlib", "tqdm"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")

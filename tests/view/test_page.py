@@ -136,8 +136,6 @@ def test_some_tokens_of_some_layers():
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-# in a browser
-
 SCRIPT = """
 <script>
 const told = { errors: [], steps: [] };
