@@ -61,21 +61,15 @@ def large(form, **settings):
     ).cuda()
 
 
-def with_backend(model, dtype, backend):
-    """A copy of a model."""
-    model = copy.deepcopy(model).to(dtype)
-    for layer in model.model.layers:
-        layer.self_attn.attention.backend = backend
-    return model
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_kernels_of_a_native_model_err_as_eager_pytorch_does(form):
     """In bf16, logits and gradients, by norm: near-ties of the ranking may fall either way."""
     model, ids = large(form).train(), torch.cat(prompts(400, 400)).cuda()
 
     def found(dtype, backend):
-        own = with_backend(model, dtype, backend)
+        own = copy.deepcopy(model).to(dtype)
+        for layer in own.model.layers:
+            layer.self_attn.attention.backend = backend
         out = own(ids, labels=ids)
         out.loss.backward()
         grads = [p.grad.double().flatten() for p in own.parameters() if p.grad is not None]

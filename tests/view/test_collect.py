@@ -33,18 +33,13 @@ def read(module, x, queries=None, **kwargs):
     return reading
 
 
-def call_of(module, x):
-    """The tensors [b n h d] that the layer computes, and its settings."""
+def full_attention(module, x, window=False):
+    """Probabilities [b i h j] of full attention, in float64."""
     calls = []
     module.observer = lambda call, config, indices: calls.append((call, config))
     module(x)
     del module.observer
-    return calls[0]
-
-
-def full_attention(module, x, window=False):
-    """Probabilities [b i h j] of full attention, in float64."""
-    call, config = call_of(module, x)
+    ((call, config),) = calls
     call = call.branch("window" if window else "selected", config.branches)
     q, k = call.q.double(), call.k.double()
     k = k.repeat_interleave(module.heads // module.kv_heads, dim=2)
