@@ -54,11 +54,8 @@ def test_presets_are_what_is_trained(T):
     """docs/training.md measures presets under names of variants; no other has a preset's name."""
     assert not variants.VARIANTS.keys() & {*PRESETS}
     assert variants.VARIANTS["MLP over windows of 8"] == preset("short-windows", T)
-    names = (
-        "1088 keys, blocks of 32, any head, 8 bits",
-        "1600 keys, blocks of 64, any head, 8 bits",
-    )
-    trained, long = (dict(variants.VARIANTS[name]) for name in names)
+    trained = dict(variants.VARIANTS["1088 keys, blocks of 32, any head, 8 bits"])
+    long = variants.VARIANTS["1600 keys, blocks of 64, any head, 8 bits"]
     del trained["sliding_window_size"]  # of a branch that is not there
     one = preset("one-softmax", T) | dict(branches=["selected"])
     assert one.pop("dense_length") == 8192 and trained == one

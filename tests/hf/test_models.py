@@ -200,10 +200,8 @@ def test_guesses_that_are_refused_leave_nothing(name, guess):
 @torch.no_grad()
 def test_generate_compiles_one_graph(name):
     """As on a GPU: without a graph break, and no graph for each length."""
-    model, batch = (
-        MODELS[name](num_hidden_layers=1 + ("shared" in name)),
-        padded(prompts(33, 30), left=True),
-    )
+    model = MODELS[name](num_hidden_layers=1 + ("shared" in name))
+    batch = padded(prompts(33, 30), left=True)
     expected = generate(model, batch)
     torch._dynamo.reset()
     compiled = transformers.CompileConfig(backend="eager", fullgraph=True, mode=None)

@@ -46,10 +46,8 @@ def test_a_layer_reads_what_another_ranked(form):
 
 @torch.no_grad()
 def test_layers_of_the_native_model():
-    model, (ids,) = (
-        models.native("index", num_hidden_layers=5, share_ranking=[0, 3], local_layers=[1]),
-        models.prompts(50),
-    )
+    model = models.native("index", num_hidden_layers=5, share_ranking=[0, 3], local_layers=[1])
+    (ids,) = models.prompts(50)
     rules = [layer.self_attn.attention.importance for layer in model.model.layers]
     assert rules == ["index", "index", "given", "index", "given"]
     x, indices = model.model.embed_tokens(ids), None

@@ -73,10 +73,7 @@ def check_loading(folder: str) -> None:
 def check_refused() -> None:
     meshes = {name: init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("cp", "tp")}
     ids = batch()[0][:, :64]
-    one_head, moe = (
-        drop_in("Llama", num_key_value_heads=1),
-        drop_in("Mixtral"),
-    )
+    one_head, moe = drop_in("Llama", num_key_value_heads=1), drop_in("Mixtral")
     refused = message(lambda: parallelize(one_head, meshes["tp"]))
     assert "model must have a multiple of the 2 tensor-parallel ranks" in refused
     assert "tp_plan of MixtralForCausalLM must" in message(lambda: parallelize(moe, meshes["tp"]))
