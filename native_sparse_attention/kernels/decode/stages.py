@@ -5,7 +5,6 @@ other tokens of a group share, scores of the blocks of these by their tokens, an
 
 from __future__ import annotations
 
-from collections import namedtuple
 from typing import Any
 
 import torch
@@ -21,19 +20,10 @@ from ..common.precompile import launcher
 from ..common.primitives import candidates_end, load_rows
 from ..topk.topn import NO_BLOCK, NO_SCORE
 from .kv_cache import cache_offsets
-from .step import NO_LIMIT, cache_arguments
+from .step import NO_LIMIT, cache_arguments, constants
 
 # keys of a program of the first stage; units of which one warp takes the best without a barrier
 PROGRAM_KEYS, ONE_WARP = 64, 512
-
-# of a stage: heads of a ranking and rankings of a KV head; keys of a program, and of each unit that
-# is scored; units of `s` tokens, of which N are kept; how many were kept by the stage before, each
-# of GROUP units, 0 in the first stage; tokens whose groups are kept for later steps
-Settings = namedtuple(
-    "Settings",
-    "G RANKS_PER_KV D BLOCK_D BLOCK_M KEYS UNIT LARGEST BY_HEADS PER_PAGE d s INITIAL LOCAL N "
-    "KEPT GROUP SIZE",
-)
 
 
 @triton.jit
@@ -132,11 +122,15 @@ def rank_units(
     units = call.k.shape[1] * pages // s if kept is None else GROUP * kept.shape[3]
     # a program's blocks lie in one group
     keys_of_program = max(PROGRAM_KEYS, unit) if kept is None else max(unit, 16)
-    F = Settings(
-        H // ranks, ranks // K, D, launch.padded(D), launch.padded(H // ranks), keys_of_program,
-        unit, config.ranks_by_largest, config.ranks_by_heads, per_page, d, s,
-        config.num_initial_blocks, config.num_local_blocks, n,
-        0 if kept is None else kept.shape[3], GROUP, ring.shape[2],
+    # heads of a ranking and rankings of a KV head; keys of a program, and of each unit that is
+    # scored; units of `s` tokens, of which N are kept; how many were KEPT by the stage before, each
+    # of GROUP units, 0 in the first stage; tokens whose groups are kept for later steps
+    F = constants(
+        G=H // ranks, RANKS_PER_KV=ranks // K, D=D, BLOCK_D=launch.padded(D),
+        BLOCK_M=launch.padded(H // ranks), KEYS=keys_of_program, UNIT=unit,
+        LARGEST=config.ranks_by_largest, BY_HEADS=config.ranks_by_heads, PER_PAGE=per_page, d=d,
+        s=s, INITIAL=config.num_initial_blocks, LOCAL=config.num_local_blocks, N=n,
+        KEPT=0 if kept is None else kept.shape[3], GROUP=GROUP, SIZE=ring.shape[2],
     )  # fmt: skip
     lines, cache = B * T * ranks, cache_arguments(call.lengths, call.counts, call.page_table)
     scores = call.q.new_empty(lines, units, dtype=torch.float32)
