@@ -84,8 +84,10 @@ def test_a_layer_trains_in_linear_memory_on_the_cpu(settings, longest, monkeypat
 @pytest.mark.slow(one_of=2)
 @pytest.mark.skipif(CUDA or shutil.which("g++") is None, reason="g++ compiles for a CPU")
 @pytest.mark.parametrize("branch", ["compressed", "selected"])
-def test_compiled_for_a_cpu(branch, monkeypatch):
+def test_compiled_for_a_cpu(branch):
     """By torch's own compiler, of keys that fill no block, forward and backward."""
+    from torch._inductor import config  # loads sympy
+
     gated = dict(gated=True) if branch == "selected" else {}
     call = draw(branch, torch.float64, place=(75, 75), sinks=True, **gated).leaves()
     settings = dict(call.settings, return_lse=False)
@@ -95,8 +97,8 @@ def test_compiled_for_a_cpu(branch, monkeypatch):
 
     leaves, results = list(call.tensors.values()), []
     # torch compiles a program to ask whether g++ knows what the CPU has
-    monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", True)
-    for run in (attend, torch.compile(attend, fullgraph=True)):
-        out = run(*leaves)
-        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    with config.patch({"cpp.vec_isa_ok": True}):
+        for run in (attend, torch.compile(attend, fullgraph=True)):
+            out = run(*leaves)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     torch.testing.assert_close(*results)
