@@ -167,6 +167,13 @@ def check_layers(name: str, layers: Any, count: int) -> list[int]:
     return sorted({check_int(name, index, -count, count) % count for index in layers})
 
 
+def check_ranks(config: Any) -> Any:
+    """The settings of the layers of a model, whose forward takes no block indices."""
+    if config.takes_blocks:
+        raise refusal("importance", "a rule by which the layers of a model rank", config.importance)
+    return config
+
+
 def check_share_ranking(layers: Any, selecting: Sequence[int], count: int) -> dict[int, int]:
     """Of the `selecting` ones of `count` layers those that give block indices to others or take
     them, each with the one that ranks, of `layers`. None: each ranks for itself."""

@@ -34,6 +34,7 @@ from .checks import (
     check_ints,
     check_keywords,
     check_layers,
+    check_ranks,
     check_rows,
     check_share_ranking,
     check_type,
@@ -279,7 +280,7 @@ class Transformer(Started):
         local = check_layers("local_layers", local_layers, depth)
         if local and not use_sparse_attn:
             raise refusal("local_layers", "empty with use_sparse_attn=False", local)
-        ranks = use_sparse_attn and layer_config.ranks
+        ranks = use_sparse_attn and check_ranks(layer_config).ranks
         selecting = [i for i in range(depth) if ranks and i not in local]
         sources = check_share_ranking(share_ranking, selecting, depth)
         # layers whose block indices others take

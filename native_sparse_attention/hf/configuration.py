@@ -19,6 +19,7 @@ from ..checks import (
     check_keywords,
     check_layers,
     check_number,
+    check_ranks,
     check_share_ranking,
     describe,
     refusal,
@@ -251,7 +252,7 @@ class NSAModelConfig(PreTrainedConfig):
             indices = check_layers("share_ranking", self.share_ranking, self.num_hidden_layers)
             self.share_ranking = indices
         self.check_ranking_layers()
-        layer = self.read_settings(self.nsa)
+        layer = check_ranks(self.read_settings(self.nsa))
         self.nsa = layer.values_of(*SETTINGS)
         if self.ranking_queries is not None:
             self.ranking_queries = check_int("ranking_queries", self.ranking_queries, 1)

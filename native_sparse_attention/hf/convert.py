@@ -17,7 +17,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..attention import SparseAttention
-from ..checks import check_branches, check_factor, check_share_ranking, refusal
+from ..checks import check_branches, check_factor, check_ranks, check_share_ranking, refusal
 from ..compress import MeanPool
 from ..config import GIVEN, NSAConfig
 from ..initialization import assign, gate_linear
@@ -95,9 +95,10 @@ def convert(
         attention = sparse_layer(module, rotary, config, settings | ranking, bias)
         wrapped = NSAAttention(attention, index, module.attention_dropout, source)
         converted[index] = wrapped.train(module.training)
+    kept = check_ranks(converted[min(converted)].attention.config)
     for index, wrapped in converted.items():  # the model changes once all layers are made
         layers[index].self_attn = wrapped
-    saved = converted[min(converted)].attention.config.values_of(*SETTINGS) | dict(gate_bias=bias)
+    saved = kept.values_of(*SETTINGS) | dict(gate_bias=bias)
     saved |= dict(share_ranking=[int(i) for i in share_ranking]) if share_ranking else {}
     setattr(decoder.config, CONVERTED_KEY, saved)
     # of its file: ConvertedLoader loads it, and without this import transformers refuses "nsa"

@@ -372,6 +372,9 @@ REFUSED = {
         "below 1, got 3": dict(use_sparse_attn=True, local_layers=[3]),
         "local_layers must be a list of": dict(use_sparse_attn=True, local_layers=b"\0"),
         "local_layers must be empty with use_sparse_attn=False": dict(local_layers=[0]),
+        "importance must be a rule by which": dict(
+            use_sparse_attn=True, sparse_attn_kwargs=dict(importance="given")
+        ),
         **{
             f"unexpected keyword argument {name!r}": dict(
                 use_sparse_attn=True, sparse_attn_kwargs={name: True}

@@ -59,6 +59,12 @@ def test_dense_attention_is_told_once():
             other(ids)
 
 
+def test_models_take_no_block_indices():
+    for make in (lambda **given: native(given), lambda **given: convert(tiny(), **given)):
+        with pytest.raises(ValueError, match="importance must be a rule by which"):
+            make(importance="given")
+
+
 def test_a_config_gives_settings():
     model = use_sparse_attention(tiny(), selection_block_size=32, compress_block_size=8)
     kept = model.config.nsa_config
