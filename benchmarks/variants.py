@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from native_sparse_attention import SparseAttention, Transformer, recipes
-from native_sparse_attention.compress import AttentionPool, MeanPool, SumPool, default_compress_mlp
+from native_sparse_attention.compress import MeanPool, default_compress_mlp
 from native_sparse_attention.initialization import reset
 
 from .common import Row
@@ -31,8 +31,6 @@ KEYS = ("dense", "local_layers", "share_ranking", "compress_mlp", "ranking_queri
 # by name, of the head dimension and l
 NETWORKS: dict[str, Callable[[int, int], nn.Module]] = {
     "mean": lambda dim_head, l: MeanPool(),
-    "sum": lambda dim_head, l: SumPool(dim_head),
-    "attention": AttentionPool,
     "random mlp": lambda dim_head, l: default_compress_mlp(dim_head, l, start="random"),
 }
 
@@ -48,9 +46,8 @@ SHORT: Settings = dict(THREE, compress_block_size=8, compress_block_sliding_stri
 PUBLISHED: Settings = dict(THREE, num_initial_blocks=0, num_local_blocks=1)
 # 1 initial, 5 local and 6 ranked blocks of 64 tokens: 768 keys a query
 ONE: Settings = dict(THREE, branches=["selected"], num_local_blocks=5)
-TOKENS: Settings = dict(ONE, importance="max", compress_block_size=1)
-TOKENS.update(compress_block_sliding_stride=1)
-ROTATED: Settings = dict(TOKENS, rank_rotated=True)
+ROTATED: Settings = dict(ONE, importance="max", rank_rotated=True)
+ROTATED.update(compress_block_size=1, compress_block_sliding_stride=1)
 # 1 initial, 8 local and 8 ranked blocks of 64 tokens, or as many tokens in blocks of 32: 1088 keys
 WIDE: Settings = dict(ROTATED, num_selected_blocks=8, num_local_blocks=8)
 SMALL: Settings = dict(
@@ -90,10 +87,8 @@ VARIANTS: dict[str, Settings] = {
     ),
     "one softmax, max of tokens, rotated": ROTATED,
     "published form": dict(PUBLISHED, compress_mlp="random mlp"),
-    "mean pooling": dict(THREE, compress_mlp="mean"),
     "1088 keys": WIDE,
     "1088 keys, blocks of 32": SMALL,
-    "1088 keys, blocks of 32, layers 2 and 4 local": dict(SMALL, local_layers=[1, 3]),
     "MLP over windows of 8": SHORT,
     "1600 keys, blocks of 64": LARGE,
     **{f"1088 keys, {name}": WIDE | ranking for name, ranking in RANKINGS.items()},
