@@ -129,7 +129,7 @@ def simulate(
         if cp > 1:  # the other half of the keys travels while a chunk attends to the first
             clock = max(clock, link) + keys / 2
             link = clock + keys / 2
-            clock = max(clock + forward / 2, link) - forward / 2
+            clock = max(clock, link - forward / 2)
         if i < 2 * depth - 1:
             arrived = link = max(clock, link) + weights
         clock += forward + (logits if i == depth - 1 else 0.0)

@@ -297,7 +297,7 @@ class ContextParallel:
         keys = {name: torch.cat(t.unbind(), dim=1) for name, t in chunks.items()}
         chunks = self.gather_chunks(shards, 1)
         for i, chunk in enumerate(self.chunks):
-            if i == config.causal:
+            if i == config.causal:  # before the second chunk; else the first one sees all, too
                 tails = {name: t.unbind()[::-1] for name, t in chunks.items()}
                 keys = {name: torch.cat((t, *tails[name]), dim=1) for name, t in keys.items()}
             own = slice(i * size, (i + 1) * size)

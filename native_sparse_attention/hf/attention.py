@@ -39,8 +39,9 @@ from .mask import NSAMask, check_call, check_layers, nsa_mask
 
 Model = TypeVar("Model")
 
-# in place of the settings of a selection, where a model gives its block indices
+# keys that rank blocks, of windows [b h w l d] of a shard
 MEANS: Networks = {"k": (lambda windows: windows.mean(dim=-2), None)}
+# in place of the settings of a selection, where a model gives its block indices
 GIVEN_BLOCKS: dict[str, Any] = GIVEN | dict(
     num_initial_blocks=0, num_local_blocks=0, selection_stride=1, dense_length=0,
     compress_block_size=1, compress_block_sliding_stride=1,
