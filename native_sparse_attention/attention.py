@@ -6,6 +6,7 @@ w  windows          l  tokens of a window                d  head dimension
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -397,14 +398,9 @@ class SparseAttention(Started):
         saved = cache is not None and torch.is_grad_enabled()
         saved = saved and (inp.requires_grad or any(p.requires_grad for p in self.parameters()))
 
-        # queries [b h n d], and keys and values in turn: a pair for all branches, or one for each
         x = self.norm(inp if tokens is None else tokens.zero_padding(inp))
         gates = None if self.to_strategy_combine is None else self.to_strategy_combine(x)
-        # split before heads come first, so that the gradients are joined as they lie
-        q, *kv = self.to_qkv(x).split(self.qkv_split, dim=-1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, kv = self.q_norm(q), [t if i % 2 else self.k_norm(t) for i, t in enumerate(kv)]
-        q, *kv = (t.unflatten(-1, (-1, config.dim_head)).transpose(1, 2) for t in (q, *kv))
+        q, *kv = self.project(x)
         if cache is not None:
             cache.bind(self.identity, config.geometry, {"k": kv[0], "v": kv[1]})
         q_rows, k_rows, v_rows = (t.transpose(1, 2) for t in (q, *kv[:2]))
@@ -418,40 +414,32 @@ class SparseAttention(Started):
             tokens = cache.decoded(tokens, q.device)
             start = tokens.start
 
-        # rotated to their positions, but for what is compressed
-        kv_branches = config.branches if len(kv) > 2 else ()
-        sets = [kv_branches.index(name) if name in kv_branches else 0 for name in BRANCHES]
-        (raw_k, raw_v), (k, v), (window_k, window_v) = (kv[2 * i : 2 * i + 2] for i in sets)
-        has_window = "window" in config.branches and window_k is not k
-        keys = [k, window_k] if has_window else [k]
-        rotated = rotate(self.rotary_emb, [q, *keys], start, positions, backend)
-        rotated_q, k, window_k = rotated[0], rotated[1], rotated[-1]
-        tensors = {"q": rotated_q, "k": k, "v": v}
-        if has_window:
-            tensors |= {"window_k": window_k, "window_v": window_v}
+        # rotated to their positions, but for the keys and values to compress, `raw`
+        tensors, raw = self.read(q, kv)
+        names = [name for name in ("q", "k", "window_k") if name in tensors]
+        rotated = [tensors[name] for name in names]
+        rotated = rotate(self.rotary_emb, rotated, start, positions, backend)
+        tensors |= zip(names, rotated, strict=True)
 
-        # queries that rank blocks; `raw`, the keys and values to compress
-        raw: dict[str, Tensor] = {}
-        l, d, is_indexed = config.compress_block_size, config.d, self.to_index is not None
+        # keys and queries that rank blocks
+        l, d = config.compress_block_size, config.d
         ranks = not (self.dense or is_given) or is_cached or ranking_queries is not None
         ranks = ranks or return_block_indices or "compressed" in config.branches
         ranks = config.compresses and (ranks or config.use_diff_topk)
-        if ranks and is_indexed:  # the gradient of the index stops here
-            index = self.to_index(x.detach()).unflatten(-1, (-1, config.index_dim)).transpose(1, 2)
-            pair = [index[:, : config.kv_heads], index[:, config.kv_heads :]]
+        if ranks and self.to_index is not None:
+            pair = self.index(x)
             if config.rank_rotated:
                 every = self.index_every
                 pair = rotate(self.rotary_emb, pair, start, positions, backend, every)
-            tensors["cq"], index_k = pair
+            tensors["cq"], raw = pair[0], {"k": pair[1]}
             if l == d == 1:
-                tensors["ck"] = index_k
-            else:
-                raw = {"k": index_k}
-        elif ranks and config.rank_rotated:
-            raw = {} if self.ranks_by_tokens() else {"k": k}
-        elif ranks:
+                tensors["ck"] = raw.pop("k")
+        elif ranks and not config.rank_rotated:
             tensors["cq"] = q
-            raw = {"k": raw_k} if self.v_compress is None else {"k": raw_k, "v": raw_v}
+        elif ranks and not self.ranks_by_tokens():
+            raw = {"k": tensors["k"]}
+        else:
+            raw = {}
 
         # keys and values of the whole sequence, or those that the cache holds
         networks = {
@@ -464,55 +452,29 @@ class SparseAttention(Started):
         elif cache is None:
             tensors |= compress_sequences(raw, networks, config, documents)
         else:
-            new = {name: t for name, t in tensors.items() if name not in ("q", "cq")}
-            tensors |= cache.append(new, tokens, saved=saved)
-            if raw and tokens.host is not None and tokens.width(d) == 0 and not saved:
-                summaries = {f"c{name}": t[:, :, :0] for name, t in raw.items()}
-                tensors |= cache.append(summaries, tokens, d)
-            elif raw:
-                windows = cache.windows(raw, tokens, l, d)
-                summaries = compress_windows(windows, networks)
-                tensors |= cache.append(summaries, tokens, d, saved)
+            compress = functools.partial(compress_windows, networks=networks)
+            tensors |= cache.extend(tensors, raw, tokens, l, d, compress, saved)
             if config.leader_stride > 1 and config.ranks:  # rankings that new tokens may share
-                is_shared = config.query_heads_share_selected_kv
-                rankings = config.kv_heads if is_shared else config.heads
-                size = len(q), rankings, 0, config.leader_slots
-                like = q.new_empty(size, dtype=torch.int32)
-                ring = cache.ring({"ranking": like}, 1)["ranking"]
-                if not tokens.decoded and (isinstance(start, Tensor) or start > 0):
-                    leaders = cache.recent("ranking", tokens, 1)[:, :, 0]
+                heads = config.kv_heads if config.query_heads_share_selected_kv else config.heads
+                like = q.new_empty(len(q), heads, 0, config.leader_slots, dtype=torch.int32)
+                ring, leaders = cache.rankings(like, tokens)
 
-        # attention of [b n h d]
-        inputs: dict[str, Any] = {name: t.transpose(1, 2) for name, t in tensors.items()}
-        inputs |= {"branch_gates": gates, "sinks": self.sinks}
-        if self.compress_mem_kv is not None and config.num_compressed_mem_kv > 0:
-            inputs["mem_k"], inputs["mem_v"] = self.compress_mem_kv.to(rotated_q.dtype)
-        if self.ranks_by_tokens():
-            inputs["ck"] = inputs["k"]
-        elif is_indexed and "ck" in inputs:  # index keys of one head rank for all
-            inputs["ck"] = inputs["ck"].expand(-1, -1, config.kv_heads, -1)
-        settings, steps = config.for_functions, config.for_steps
+        inputs = self.inputs(tensors, gates)
         if is_given:
-            settings, steps = config.for_given, config.for_given.but(dense_length=0)
             inputs["block_indices"] = indices
             for name in () if "compressed" in config.branches else ("ck", "cq"):
                 inputs.pop(name, None)
         if cache is not None and tokens.decoded:
-            # the kernels read lengths on the device: a CUDA graph can replay at any of them
-            step = Call(
-                **inputs, lengths=start, counts=tokens.counts, page_table=cache.page_table,
-                counters=cache.workspace(q.device, config.kv_heads, decode.COUNTERS), ranking=ring,
-            )  # fmt: skip
-            if return_block_indices and not is_given:
-                indices = branches.no_blocks(step, steps, steps.num_selected_blocks)
-                step = step.but(new_indices=indices)
-            out = decode.run_decode_kernels(steps, functional.expand_heads(step)).flatten(2)
+            step = Call(**inputs, lengths=start, counts=tokens.counts, ranking=ring)
+            out, written = self.step(step, cache, return_block_indices)
+            indices = indices if written is None else written
         else:
             call = Call(
                 **inputs, q_offset=start, documents=documents, leader_indices=leaders,
                 sliding_window_flex_mask=sliding_window_flex_mask,
                 fine_selection_flex_mask=fine_selection_flex_mask,
             )  # fmt: skip
+            settings = config.for_given if is_given else config.for_functions
             if is_dense:
                 settings = config.dense_alone if call.ck is None else config.dense
             if call.has_masks() or documents is not None or is_given:
@@ -551,6 +513,59 @@ class SparseAttention(Started):
         if return_block_indices:
             results.append(indices if layout is None else layout.collect_blocks(indices, s))
         return tuple(results) if len(results) > 1 else out
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        """Queries [b h n d], and keys and values in turn: a pair for all branches, or one for
+        each."""
+        # split before heads come first, so that the gradients are joined as they lie
+        q, *kv = self.to_qkv(x).split(self.qkv_split, dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, kv = self.q_norm(q), [t if i % 2 else self.k_norm(t) for i, t in enumerate(kv)]
+        heads = (-1, self.config.dim_head)
+        return [t.unflatten(-1, heads).transpose(1, 2) for t in (q, *kv)]
+
+    def read(self, q: Tensor, kv: list[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What the branches read of projections, by its names in a call, and what is compressed."""
+        apart = self.config.branches if len(kv) > 2 else ()
+        sets = [apart.index(name) if name in apart else 0 for name in BRANCHES]
+        (raw_k, raw_v), (k, v), (window_k, window_v) = (kv[2 * i : 2 * i + 2] for i in sets)
+        tensors = {"q": q, "k": k, "v": v}
+        if "window" in self.config.branches and window_k is not k:
+            tensors |= {"window_k": window_k, "window_v": window_v}
+        return tensors, {"k": raw_k} if self.v_compress is None else {"k": raw_k, "v": raw_v}
+
+    def index(self, x: Tensor) -> list[Tensor]:
+        """Queries and keys of the index, [b h n d], whose gradient stops here."""
+        heads = self.to_index(x.detach()).unflatten(-1, (-1, self.config.index_dim))
+        queries = self.config.kv_heads
+        return [t.transpose(1, 2) for t in (heads[..., :queries, :], heads[..., queries:, :])]
+
+    def inputs(self, tensors: dict[str, Tensor], gates: Tensor | None) -> dict[str, Any]:
+        """The arguments of a call, [b n h d]."""
+        inputs: dict[str, Any] = {name: t.transpose(1, 2) for name, t in tensors.items()}
+        inputs |= {"branch_gates": gates, "sinks": self.sinks}
+        if self.compress_mem_kv is not None and self.config.num_compressed_mem_kv > 0:
+            inputs["mem_k"], inputs["mem_v"] = self.compress_mem_kv.to(tensors["q"].dtype)
+        if self.ranks_by_tokens():
+            inputs["ck"] = inputs["k"]
+        elif self.to_index is not None and "ck" in inputs:  # keys of one head rank for all
+            inputs["ck"] = inputs["ck"].expand(-1, -1, self.config.kv_heads, -1)
+        return inputs
+
+    def step(
+        self, call: Call, cache: KVCache, return_block_indices: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output of the decode kernels, and the block indices that they write if asked for.
+        They read lengths on the device: a CUDA graph can replay at any of them."""
+        config, is_given = self.config, call.block_indices is not None
+        settings = config.for_given.but(dense_length=0) if is_given else config.for_steps
+        counters = cache.workspace(call.q.device, config.kv_heads, decode.COUNTERS)
+        call = call.but(page_table=cache.page_table, counters=counters)
+        if return_block_indices and not is_given:
+            indices = branches.no_blocks(call, settings, settings.num_selected_blocks)
+            call = call.but(new_indices=indices)
+        out = decode.run_decode_kernels(settings, functional.expand_heads(call))
+        return out.flatten(2), call.new_indices
 
     def ranks_by_tokens(self) -> bool:
         """Whether the keys that rank blocks, means of single tokens, are the rotated keys."""

@@ -533,6 +533,31 @@ class KVCache:
             stores[name] = stream
         return stores
 
+    def extend(
+        self, tensors: dict[str, Tensor], raw: dict[str, Tensor], tokens: NewTokens, l: int, d: int,
+        compress: Callable[[dict[str, Tensor]], dict[str, Tensor]], saved: bool,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """`append` what attention reads of new tokens, and their windows of raw entries,
+        compressed."""
+        new = {name: t for name, t in tensors.items() if name not in ("q", "cq")}
+        streams = self.append(new, tokens, saved=saved)
+        if not raw:
+            return streams
+        if tokens.host is not None and tokens.width(d) == 0 and not saved:
+            summaries = {f"c{name}": t[:, :, :0] for name, t in raw.items()}
+        else:
+            summaries = compress(self.windows(raw, tokens, l, d))
+        return streams | self.append(summaries, tokens, d, saved)
+
+    def rankings(self, like: Tensor, tokens: NewTokens) -> tuple[Tensor, Tensor | None]:
+        """The ring buffer of rankings that tokens share, allocated for entries like `like`, and
+        those that the new tokens share, if these are no first ones."""
+        ring = self.ring({"ranking": like}, 1)["ranking"]
+        is_first = not isinstance(tokens.start, Tensor) and tokens.start == 0
+        if tokens.decoded or is_first:
+            return ring, None
+        return ring, self.recent("ranking", tokens, 1)[:, :, 0]
+
     def windows(
         self, new: dict[str, Tensor], tokens: NewTokens, l: int, d: int
     ) -> dict[str, Tensor]:
