@@ -1,6 +1,7 @@
 """What a release promises: one version everywhere, a reference that has every public name, and the
 messages that docs/troubleshooting.md shows."""
 
+import importlib.util
 import re
 import runpy
 import sys
@@ -53,6 +54,21 @@ def test_reference_has_every_public_name():
     (nav,) = re.findall(r"^nav:\n(.*?)^\S", read("mkdocs.yml"), re.DOTALL | re.MULTILINE)
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert pages <= set(re.findall(r"(\S+\.md)$", nav, re.MULTILINE)), "a page is not in the menu"
+
+
+def test_commands_name_programs_that_exist():
+    """Of the Makefile and the pages: `python -m NAME`, where NAME may have a loop's variable."""
+    pages = [ROOT / "Makefile", ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    own = r"-m ((?:benchmarks|training|native_sparse_attention)\b[\w.]*)(\$\$name)?"
+    looped = re.findall(r"^(?:DIRECT|BY_HAND) = (.*)$", text, re.MULTILINE)
+    names = {name for name, variable in re.findall(own, text) if not variable}
+    names |= {f"benchmarks.{name}" for line in looped for name in line.split()}
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+        assert spec, f"python -m {name}"
 
 
 def test_citation_names_the_paper():
