@@ -437,7 +437,7 @@ class NSAConfig(AttentionConfig):
             length: tokens of the longest sequences; long by default. The sizes of three branches
                 grow after 1024 and 4096 tokens, those of one softmax after 16384 alone.
             settings: other settings, dim, dim_head and heads among them, and those that replace
-                settings of the preset.
+                settings of the preset. `causal` is False by default.
         """
         return cls(**preset(name, length, dict(causal=False) | settings))
 

@@ -100,8 +100,8 @@ def selected_mask_mod(
     causal: bool = True,
     offset: int = 0,
 ) -> MaskMod:
-    """Keys of the blocks in `membership`, bool [b r i c+1] of `block_membership`; if causal, only
-    keys up to the query.
+    """Keys of the blocks c with `membership[b, r, i, c]`, bool [b r i c+1] with a last column that
+    no key reads; if causal, only keys up to the query. r is `h // num_grouped_queries`.
     """
     check_shapes(membership=(membership, "b r i c+1"))
     check_tensor("membership", membership, (torch.bool,), membership.device)

@@ -429,14 +429,14 @@ def select_blocks(
             the tokens that share a ranking. A tensor `q_offset` is not checked, since that would
             wait for the GPU; without leader indices the first tokens of such a sequence select
             nothing.
-        soft_cap, sinks: as in branch 1, for `"probs"`; `"logits"` ignores them.
+        soft_cap, sinks: as in branch 1, for `"probs"`; other scores ignore them.
         return_gates: also return the gates of differentiable top-k.
 
     Returns:
         Block indices [B, T, K, n] (H in place of K if heads do not share), int32, best first, -1
         for an empty slot. With `return_gates` also gates of that shape with value 1. Their gradient
-        is that of the softmax of the scores over the candidates and one logit of -1e3 (`"logits"`),
-        or of the score itself (`"probs"`).
+        is that of the softmax of the scores over the candidates and one logit of -1e3, or with
+        `"probs"` of the score itself.
     """
     return_gates = check_bool("return_gates", return_gates)
     config = AttentionConfig(
