@@ -63,6 +63,18 @@ def test_tiles_that_a_gpu_does_not_hold(monkeypatch, op, dtype, heads, width, T,
             assert f"this GPU holds {memory * 1024}" in reason
 
 
+@pytest.mark.parametrize("op", ["native_sparse_attention", "decode_attention"])
+def test_only_a_ranking_counts_windows(op):
+    """A call that ranks no blocks, or is given them, runs with any number of windows in a block."""
+    sizes = dict(compress_block_size=1, compress_block_sliding_stride=1, selection_block_size=6)
+    rule = dict(importance="max", ranking_bits=8, branches=("selected",), causal=True)
+    q, indices = torch.randn(1, 8, 1, 16), torch.zeros(1, 8, 1, 2, dtype=torch.int32)
+    for n, given, refused in ((2, None, True), (0, None, False), (2, indices, False)):
+        config = AttentionConfig(**sizes, **rule, num_selected_blocks=n)
+        reasons = triton_backend.why_not(op, Call(q, q, q, block_indices=given), config)
+        assert any("needs a power of two" in reason for reason in reasons) == refused
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU")
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_triton_interpreter_has_no_bfloat16(branch):

@@ -89,7 +89,8 @@ def why_not(
         reasons.append(f"q is empty, {list(q.shape)}")
     windows = blocks.windows_per_block(config.d, s)
     by_blocks = op == "decode_attention" or config.ranking_bits == 8
-    if config.ranks_by_largest and by_blocks and windows & (windows - 1):
+    ranks = config.ranks and indices is None
+    if ranks and config.ranks_by_largest and by_blocks and windows & (windows - 1):
         reasons.append(f"a block has {windows} windows, needs a power of two")
     if op == "decode_attention":
         branches = config.branches
