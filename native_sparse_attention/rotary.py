@@ -15,7 +15,15 @@ from rotary_embedding_torch import RotaryEmbedding, apply_rotary_emb
 from torch import Tensor
 from torch.nn import Module
 
-from .checks import FLOAT_DTYPES, check_number, describe, is_strided, refusal
+from .checks import (
+    FLOAT_DTYPES,
+    TOO_MANY,
+    check_int,
+    check_number,
+    describe,
+    is_strided,
+    refusal,
+)
 from .ops.triton.elementwise import rotate as run_kernel
 
 
@@ -91,6 +99,7 @@ def is_rounded(loaded: Tensor, exact: Tensor) -> bool:
 
 def make_frequencies(dim: int, theta: float, inv_freq: Any) -> tuple[float, ...]:
     """Frequencies of heads of width `dim`, in float64: `theta^(-2 i / dim)` or `inv_freq`."""
+    dim = check_int("dim_head", dim, 1, TOO_MANY)
     if inv_freq is None:
         if dim % 2:
             got = f"{dim}: give inv_freq of fewer pairs or rotary_emb=False"

@@ -121,3 +121,8 @@ def test_many_tokens():
         last = t[:, -1:, -3:]
         expected = rotate(rotary, [last.float()], n + 2)[0]
         torch.testing.assert_close(out[:, -1:, -3:].float(), expected, atol=0.02, rtol=0.01)
+
+
+def test_too_wide():
+    with pytest.raises(ValueError, match=r"^dim_head must be an integer .* got 2147483648"):
+        Rotary(2**31)
