@@ -309,7 +309,8 @@ class ContextParallel:
             results.append(branches.attend(part, config, backend, keep_slots))
         (out, indices), (tail, tail_indices) = results
         out = torch.cat((out, tail), dim=1)
-        if config.use_diff_topk:  # dense chunks read no ranking: all ranks reduce its gradients
+        if config.use_diff_topk and call.ck is not None:
+            # dense chunks read no ranking: all ranks reduce its gradients
             out = out + rows["ck"][..., :0].sum()
         # without keep_slots the chunks may have different numbers of slots
         if not keep_slots or indices is None or tail_indices is None:

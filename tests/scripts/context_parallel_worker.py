@@ -39,7 +39,7 @@ CASES: dict[str, tuple[dict, dict]] = {
     "compressed": (SIZES | dict(branches=("compressed",)), {}),
     "compressed, selected": (SIZES | dict(branches=("compressed", "selected")), {}),
     "compressed, window": (SIZES | dict(branches=("compressed", "window")), {}),
-    "window": (SIZES | dict(branches=("window",)), {}),
+    "window": (SIZES | dict(branches=("window",), use_diff_topk=True), {}),
 }
 
 # of tokens that share a ranking
