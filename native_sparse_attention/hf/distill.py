@@ -101,7 +101,7 @@ def distill(
                         losses["loss"] = predictions_loss(model, rows, teacher)
                     elif getattr(model, "get_output_embeddings", lambda: None)() is None:
                         # of no head, or of one that wants to know padding
-                        base: Any = model.base_model
+                        base: Any = getattr(model, "base_model", model)  # a wrapper has none
                         base(input_ids=rows, use_cache=False)
                     else:  # FSDP2 gathers weights where the model itself is called
                         model(input_ids=rows, use_cache=False, logits_to_keep=1)

@@ -57,10 +57,12 @@ def test_ranking_learns_and_nothing_else_changes():
 
 
 def test_the_same_generator_gives_the_same_training():
-    """Of ids of either width."""
+    """Of ids of either width, and in a wrapper that has a forward alone, as that of
+    DistributedDataParallel."""
     model = convert(tiny(), **INDEX)
-    twin = copy.deepcopy(model)
-    assert train(model, rows(), 3, steps=3) == train(twin, rows().int(), 3, steps=3)
+    twin, wrapped = copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model)
+    history = train(model, rows(), 3, steps=3)
+    assert history == train(twin, rows().int(), 3, steps=3) == train(wrapped, rows(), 3, steps=3)
     close(model.state_dict(), twin.state_dict(), tol=0)
     assert train(twin, rows(), 4, steps=1) != train(model, rows(), 3, steps=1)
 
