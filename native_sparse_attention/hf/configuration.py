@@ -242,6 +242,12 @@ class NSAModelConfig(PreTrainedConfig):
         self.initializer_range = deviation
         if self.pad_token_id is not None:
             self.pad_token_id = check_int("pad_token_id", self.pad_token_id, 0, self.vocab_size)
+        if self.bos_token_id is not None:
+            self.bos_token_id = check_int("bos_token_id", self.bos_token_id, 0)
+        if isinstance(self.eos_token_id, (list, tuple)):
+            self.eos_token_id = [check_int("eos_token_id", i, 0) for i in self.eos_token_id]
+        elif self.eos_token_id is not None:
+            self.eos_token_id = check_int("eos_token_id", self.eos_token_id, 0)
         for name in ("qkv_bias", "out_bias", "qk_norm", "tie_word_embeddings", "use_cache"):
             setattr(self, name, check_bool(name, getattr(self, name)))
         for name in ("dense_layers", "local_layers"):

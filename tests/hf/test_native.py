@@ -163,6 +163,8 @@ def test_settings_are_those_of_the_preset_and_go_through_json(tmp_path):
         (dict(nsa=dict(length=4)), "length in nsa goes with a preset, got 4"),
         (dict(num_selected_blocks=3), "num_selected_blocks must be a setting in nsa, got 3"),
         (dict(pad_token_id=64), "pad_token_id must be an integer .* below 64, got 64"),
+        (dict(bos_token_id="4"), "bos_token_id must be an integer .* got .4."),
+        (dict(eos_token_id=[2, 4.5]), "eos_token_id must be an integer .* got 4.5"),
         (dict(ranking_queries=8), "ranking_queries goes with importance='index' in nsa, got 8"),
         (dict(nsa=FORMS["index"], ranking_weights="sum"), "ranking_weights must be one of"),
     ],
