@@ -30,10 +30,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,6 +89,7 @@ class Rule:
     stride: int = 1  # tokens that share a ranking
     groups: int = 0  # that a first stage keeps, of 4 blocks
     bits: int = 16  # of the numbers that rank
+    every: int = 1  # layers of which the first ranks for all
 
     @property
     def keys(self) -> int | None:
@@ -119,18 +120,19 @@ def grid(sizes: Sequence[int] = SIZES, tokens: tuple[int, int, int] = TOKENS) ->
         blocks = (s, initial, local, n)
         rules += [Rule("window", s, initial, local + n), Rule("oracle", *blocks)]
         forms = [("logits", s, s), ("probs", s // 2, s // 4), ("max", 1, 1), ("head_max", 1, 1)]
-        forms += [("logits", s // 2, s // 4), ("probs", 1, 1)]
-        forms += [("max", l, l) for l in (4, 8) if l < s]
+        forms += [("probs", 1, 1)]
         rules += [Rule(name, *blocks, l, d) for name, l, d in forms]
         rules += [Rule(name, *blocks, l, d, True) for name, l, d in forms[1:3]]
         rules += [Rule("max", *blocks, 1, 1, stride=R) for R in (4, 16) if s % R == 0]
         rules += [Rule(name, *blocks[:3], 2 * n, 1, 1) for name in ("max", "head_max")]
         rules += [Rule(name, *blocks, 1, 1, bits=8) for name in ("max", "head_max")]
-        rules += [Rule("head_max", *blocks[:3], m * n, 1, 1, bits=8) for m in (2, 3)]
-        rules += [Rule("head_max", *blocks[:3], 3 * n, 1, 1)]
+        rules += [Rule("head_max", *blocks[:3], 3 * n, 1, 1, bits=bits) for bits in (8, 16)]
+        preset = functools.partial(Rule, "head_max", *blocks[:3], 2 * n)  # of long sequences
+        rules += [preset(1, 1, stride=R, bits=8) for R in (1, 4, 16) if s % R == 0]
+        rules += [preset(1, 1, every=m, bits=8) for m in (2, 4)]
         if local % 4 == 0 and s >= 16:
-            staged = itertools.product(("max", "head_max"), (8, 16))
-            rules += [Rule(name, *blocks, 16, 16, groups=n1) for name, n1 in staged]
+            rules += [Rule("max", *blocks, 16, 16, groups=n1) for n1 in (8, 16)]
+            rules += [preset(16, 16, groups=n1) for n1 in (8, 16)]
     return tuple(rules)
 
 
@@ -177,18 +179,12 @@ def oracle_blocks(rule: Rule, q: Tensor, k: Tensor, offset: int) -> Tensor:
 def settings_of(rule: Rule) -> Row:
     """The arguments of the package's functions."""
     return dict(
-        compress_block_size=rule.l,
-        compress_block_sliding_stride=rule.d,
-        selection_block_size=rule.s,
-        num_selected_blocks=rule.n,
-        num_initial_blocks=rule.initial,
-        num_local_blocks=rule.local,
-        importance=rule.name,
-        query_heads_share_selected_kv=not rule.per_head,
-        selection_stride=rule.stride,
-        num_selected_groups=rule.groups,
+        compress_block_size=rule.l, compress_block_sliding_stride=rule.d,
+        selection_block_size=rule.s, num_selected_blocks=rule.n, num_initial_blocks=rule.initial,
+        num_local_blocks=rule.local, importance=rule.name, selection_stride=rule.stride,
+        query_heads_share_selected_kv=not rule.per_head, num_selected_groups=rule.groups,
         ranking_bits=rule.bits,
-    )
+    )  # fmt: skip
 
 
 def choose(rule: Rule, q: Tensor, k: Tensor, offset: int = 0) -> Tensor:
@@ -200,16 +196,23 @@ def choose(rule: Rule, q: Tensor, k: Tensor, offset: int = 0) -> Tensor:
     return nsa.select_blocks(q, ck, q_offset=offset, **tokens, **settings_of(rule))
 
 
-def attend(rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def chosen(rule: Rule, kept: Any, layer: int, q: Tensor, k: Tensor, offset: int = 0) -> Tensor:
+    """What a layer that may share its ranking chooses; `kept` has what the last one chose."""
+    if layer % rule.every == 0:
+        kept[rule, offset] = choose(rule, q, k, offset)
+    return kept[rule, offset]
+
+
+def attend(rule: Rule, kept: Any, q: Tensor, k: Tensor, v: Tensor, layer: int = 0) -> Tensor:
     """Attention [B T H D] of all tokens of a sequence under a rule other than `dense`."""
-    if rule.name in RANKED:
+    if rule.name in RANKED and rule.every == 1:
         ck = k if rule.l == 1 else pooled(k, rule.l, rule.d)
         return nsa.native_sparse_attention(
             q, k, v, ck, branches=("selected",), sliding_window_size=0, **settings_of(rule)
         )
     indices = q.new_empty((*q.shape[:2], k.shape[2], 0), dtype=torch.int32)
-    if rule.name == "oracle":
-        indices = choose(rule, q, k)
+    if rule.n:
+        indices = chosen(rule, kept, layer, q, k)
     forced = dict(num_initial_blocks=rule.initial, num_local_blocks=rule.local)
     return nsa.selected_attention(q, k, v, indices, selection_block_size=rule.s, **forced)
 
@@ -248,7 +251,7 @@ def in_passes(texts: Tensor) -> tuple[Tensor, ...]:
 
 def of_rule(rule: Rule) -> Attend | None:
     """What a network attends by; None for its own attention."""
-    return None if rule == DENSE else functools.partial(attend, rule)
+    return None if rule == DENSE else functools.partial(attend, rule, {})
 
 
 def losses(model: Network, rule: Rule, texts: Tensor) -> Tensor:
@@ -294,8 +297,9 @@ class FarMass:
     def __init__(self, rules: Sequence[Rule]) -> None:
         # far, caught, and all mass
         self.sums = {rule: torch.zeros(3, dtype=torch.float64) for rule in rules}
+        self.kept: dict[tuple[Rule, int], Tensor] = {}
 
-    def __call__(self, q: Tensor, k: Tensor) -> None:
+    def __call__(self, q: Tensor, k: Tensor, layer: int = 0) -> None:
         """Add the queries and keys of a layer."""
         T = q.shape[1]
         for run in range(RUNS):
@@ -303,7 +307,7 @@ class FarMass:
             some = q[:, at : at + QUERIES].contiguous()
             mass = attention_mass(some, k, at)
             for rule, sums in self.sums.items():
-                far, held = caught(rule, choose(rule, some, k, at), mass, at)
+                far, held = caught(rule, chosen(rule, self.kept, layer, some, k, at), mass, at)
                 sums += torch.stack((far.sum(), held.sum(), mass.sum())).double().cpu()
 
     def row(self, rule: Rule) -> Row:
@@ -362,8 +366,9 @@ def title(row: Row) -> str:
     if name in RANKED:
         name += ", tokens" if l == d == 1 else f", means of {l}" + (f" every {d}" if d != l else "")
     name += ", per head" if row["per_head"] else ""
-    name += f", one ranking for {row['stride']}" if row.get("stride", 1) > 1 else ""
+    name += f", one ranking for {row['stride']} tokens" if row.get("stride", 1) > 1 else ""
     name += f", tokens of {row['groups']} groups" if row.get("groups") else ""
+    name += f", one ranking for {row['every']} layers" if row.get("every", 1) > 1 else ""
     name += ", 8 bits" if row.get("bits") == 8 else ""
     return f"{name}; {row['initial']} + {row['local']} + {row['n']} of {row['s']}"
 
@@ -409,7 +414,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--watched", type=int, default=2, help="texts whose far mass is measured")
     add("--s", type=int, nargs="+", default=SIZES, help="block sizes")
     add("--rules", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="beside dense")
-    add("--strides", type=int, nargs="+", default=(1, 4, 16), help="of --rules")
 
 
 def add_texts(parser: argparse.ArgumentParser) -> None:
@@ -423,8 +427,7 @@ def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
         rules = grid((16,), (16, 32, 32))
         plan = Plan(rules, (256,), windows=2, needles=1, watched=1)
     else:
-        some = [rule for rule in grid(args.s) if rule.name in ("dense", *args.rules)]
-        rules = tuple(rule for rule in some if rule.stride in (1, *args.strides))
+        rules = tuple(rule for rule in grid(args.s) if rule.name in ("dense", *args.rules))
         plan = Plan(rules, tuple(args.lengths), args.windows, args.needles, args.watched)
     model = tiny(args.device) if args.quick else load(args.model, args.device)
     texts = corpora(args.data or own_texts())
@@ -435,13 +438,9 @@ def run(args: argparse.Namespace, recorder: common.Recorder) -> None:
 
 
 BENCHMARK = common.Benchmark(
-    "pretrained",
-    __doc__,
-    options,
-    run,
-    ("text", "T", "rule", "s", "n", "l", "groups", "per_head", "bits"),
-    TABLES,
-)
+    "pretrained", __doc__, options, run,
+    ("text", "T", "rule", "s", "n", "l", "stride", "every", "groups", "per_head", "bits"), TABLES,
+)  # fmt: skip
 main = BENCHMARK.main
 
 if __name__ == "__main__":

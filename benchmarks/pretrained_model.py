@@ -35,9 +35,9 @@ CITIES = (
     "Madrid", "Havana",
 )  # fmt: skip
 
-# of rotated queries [B T H D], keys and values: the attention; of queries and keys: what watches
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Watch = Callable[[Tensor, Tensor], None]
+# of rotated queries [B T H D], keys, values and the layer: the attention; a watch sees no values
+Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+Watch = Callable[[Tensor, Tensor, int], None]
 
 
 class Network:
@@ -76,9 +76,9 @@ class Network:
         """What transformers calls for each layer: query, key, value [B H T D], both rotated."""
         q, k, v = (t.transpose(1, 2).contiguous() for t in (query, key, value))
         if self.watch is not None:
-            self.watch(q, k)
+            self.watch(q, k, module.layer_idx)
         if self.attend is not None:
-            return self.attend(q, k, v), None
+            return self.attend(q, k, v, module.layer_idx), None
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2), None
 

@@ -63,7 +63,7 @@ def test_rules_attend_to_what_they_choose(rule):
     assert (chosen.sum(-1) == between.sum(-1).clamp(max=rule.n)).all()
     assert not (chosen & ~between).any()
     mask = (chosen | ~between).repeat_interleave(BLOCK, dim=-1)[..., :S].tril()
-    torch.testing.assert_close(pretrained.attend(rule, q, k, v), dense(q, k, v, mask))
+    torch.testing.assert_close(pretrained.attend(rule, {}, q, k, v), dense(q, k, v, mask))
 
 
 def test_oracle_catches_most():
@@ -152,8 +152,8 @@ def test_corpora(tmp_path, coder):
 def test_what_is_wrong_is_not_measured(monkeypatch, model):
     right = pretrained.attend
 
-    def wrong(rule, q, k, v):
-        return right(rule, q, k, v) * 0.5
+    def wrong(*args):
+        return right(*args) * 0.5
 
     monkeypatch.setattr(pretrained, "attend", wrong)
     plan = pretrained.Plan((DENSE, *CHOOSING[:2]), (256,), windows=1, needles=1, watched=1)

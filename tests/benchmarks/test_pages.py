@@ -34,7 +34,7 @@ QUICK = [
         ["bits", "curve", "config"],
         2,
     ),
-    ("pretrained", [], ["loss", "above", "found", "right"], 22),
+    ("pretrained", [], ["loss", "above", "found", "right"], 23),
     ("recall", ["--variants", "dense", "published, windows of 32"], ["accuracy", "curve"], 2),
 ]
 
