@@ -86,8 +86,7 @@ def compare(args: argparse.Namespace) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Milliseconds of both and their ratio: above 1 this checkout is slower, in bold by more than
-    3 %."""
+    """Milliseconds of both and their ratio: above 1 this checkout is slower, in bold past 3 %."""
     if not rows:
         return common.NO_ROWS
     lines = [["case", "this, ms", "other, ms", "this / other"]]

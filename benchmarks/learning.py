@@ -11,14 +11,11 @@ weights that they share. The first seed tries every learning rate at the first l
 one is used for the other seeds and lengths, for each text alone. Each run is resumable, see
 `runs_pool.py`.
 
-In this order, `--out` of its own for what only searches:
-
-1. Dense attention and the form with local layers, T = 8192, 100 MB, five seeds, three texts. The
-   recipe stands if seeds of dense attention deviate by at most 0.01 bits, none by 0.03, and if at
-   positions 0 to 256 it is within 0.01 of the best form.
-2. Forms at T = 8192 and 16384, three texts: three rates, the best at three seeds.
-3. Cheaper rankings at T = 16384, two texts, the rate of one softmax, three seeds.
-4. A model of 110 M parameters at T = 16384: `--recipe muon,dim=1024,depth=10,heads=16,kv_heads=4`.
+In this order, `--out` of its own for what only searches: (1) dense attention and local layers, T =
+8192, 100 MB, five seeds, three texts; the recipe stands if seeds of dense attention deviate by at
+most 0.01 bits, none by 0.03, and if at positions 0 to 256 it is within 0.01 of the best form. (2)
+Forms at T = 8192 and 16384: three rates, the best at three seeds. (3) Cheaper rankings at T =
+16384. (4) A model of 110 M: `--recipe muon,dim=1024,depth=10,heads=16,kv_heads=4`.
 
 Rows (results/learning.jsonl): bits per byte of held-out text, over all positions, over the last
 half and by ranges of positions, of the averaged and of the last weights; the training loss against
@@ -262,8 +259,14 @@ LABELS = {
     ONE: 'ranked by the mean query (importance="max"), 16 bits',
     f"{ONE}, index of 32": 'ranked by a learned index (importance="index")',
     f"{ONE}, any head": "the preset, in 16 bits",
-    "1088 keys, any head, 8 bits": "8 ranked blocks of 64",
     f"{ONE}, any head, 8 bits, layers 2 and 4 local": "layers 2 and 4 of 6 local",
+    f"{ONE}, any head, 8 bits, R = 4": "4 tokens share a ranking (selection_stride)",
+    f"{ONE}, 32 by any head, 8 bits, R = 4": "the same with 32 ranked blocks",
+    f"{ONE}, any head, 8 bits, R = 16": "16 tokens share a ranking",
+    f"{ONE}, any head, two stages": "two stages (num_selected_groups=16)",
+    f"{ONE}, any head, 8 bits, one ranking for 2 layers": "2 layers share a ranking",
+    f"{ONE}, any head, 8 bits, one ranking for 4 layers": "4 layers share a ranking",
+    "MLP over windows of 8": "three branches, short windows",
 }
 
 
@@ -353,10 +356,10 @@ def table_of_text(text: str, rows: Sequence[Row]) -> str:
     return "\n\n".join([*parts, where + common.machine(used)])
 
 
-def summary(rows: Sequence[Row], number: int | None = None) -> str:
-    """Of the shortest length of each text the first forms of `LABELS`: differences from dense
-    attention; the reach and seeds of each text."""
-    texts = {text: next(iter(by_length(runs).values())) for text, runs in by_text(rows).items()}
+def summary(rows: Sequence[Row], number: int | None = None, at: int = 0) -> str:
+    """Of the shortest length of each text, or of length number `at`, the first forms of `LABELS`:
+    differences from dense attention; the reach and seeds of each text."""
+    texts = {text: [*by_length(runs).values()][at] for text, runs in by_text(rows).items()}
     lines = [["bits per byte", *texts, "reach", "seeds"]]
     for name in [DENSE, *LABELS][:number]:
         runs = [variants.get(name, []) for variants in texts.values()]
@@ -365,15 +368,16 @@ def summary(rows: Sequence[Row], number: int | None = None) -> str:
         column = "bits per byte" if name == DENSE else "minus dense"
         reaches = " / ".join(found.get("reach", "-").partition(" ")[0] for found in cells)
         found = [found.get(column, "") for found in cells]
-        lines.append(
-            [LABELS.get(name, name), *found, reaches, " / ".join(str(len(r)) for r in runs)]
-        )
+        seeds = " / ".join(str(len(r)) for r in runs)
+        lines += [[LABELS.get(name, name), *found, reaches, seeds]] if any(runs) else []
     return common.markdown(lines) if texts else NO_ROWS
 
 
 TABLES: dict[Path, dict[str, Callable[[Sequence[Row]], str]]] = {
     common.RESULTS / "training.md": {"learning": table_of_runs},
-    common.ROOT / "docs" / "training.md": {"learning summary": summary},
+    common.ROOT / "docs" / "training.md": {
+        "learning summary": summary, "learning longer": functools.partial(summary, at=-1),
+    },
     common.ROOT / "README.md": {"learning summary": functools.partial(summary, number=4)},
 }  # fmt: skip
 
