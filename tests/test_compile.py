@@ -51,7 +51,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.slow(one_of=9)
+@pytest.mark.slow(one_of=14)
 @pytest.mark.parametrize("settings, call", FORMS, ids=str)
 def test_one_graph_for_any_length(settings, call, compiled):
     module = layer(torch.float32, **settings)

@@ -20,15 +20,13 @@ FORMS = dict(
     ),
     many_gates=dict(num_selected_blocks=70, use_diff_topk=True, selection_stride=2),
 )
+SLOW = [pytest.mark.kernels, pytest.mark.slow(one_of=2)]
 
 
 @pytest.mark.parametrize(
     "form, left",
     [(form, left) for form in FORMS for left in (True, False)]
-    + [
-        pytest.param(form, True, marks=pytest.mark.kernels)
-        for form in ("kernels", "stages_kernels")
-    ],
+    + [pytest.param(form, True, marks=SLOW) for form in ("kernels", "stages_kernels")],
 )
 def test_pieces_are_one_forward(form, left, monkeypatch):
     """With a crop of as many tokens as may be, rows that move, a copy and gradients."""
@@ -92,7 +90,7 @@ def test_generate(way):
         assert model.generate(text, **given, **way, **cache).equal(expected)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=SLOW)])
 @pytest.mark.parametrize("kind", ["dynamic", "static", "cropped"])
 @torch.no_grad()
 def test_caches_without_rankings(kind, backend):

@@ -17,7 +17,7 @@ if CUDA:
     KERNELS += [(form, torch.bfloat16) for form in ("sm90", "portable")]
 ROWS = [(name, torch.float32, ()) for name in ("eager", "chunked")]
 ROWS += [("flex", torch.float32, pytest.mark.gpu if CUDA else ())]
-SLOW = [pytest.mark.kernels, pytest.mark.slow(one_of=5)]
+SLOW = [pytest.mark.kernels, pytest.mark.slow(one_of=8)]
 ROWS += [(name, dtype, SLOW) for name, dtype in KERNELS]
 backends = pytest.mark.parametrize(
     "backend, dtype",
@@ -45,6 +45,8 @@ QUERIES = ("q", "cq", "branch_gates", "gates")
 
 def draw_call(name, backend, dtype=torch.float32, place=(LENGTH, LENGTH), **more):
     branch, settings = CALLS[name]
+    if CUDA and backend == "flex" and name != "layer":
+        pytest.skip("compiles for minutes; test_table.py has the branches by flex_attention")
     if backend == "flex" and settings.get("use_diff_topk"):
         settings = dict(settings, use_diff_topk=False)
     if branch in LAYERS:
