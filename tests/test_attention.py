@@ -45,7 +45,7 @@ def assert_gradients(module, out):
         assert p.grad is not None and p.grad.isfinite().all(), name
 
 
-@pytest.mark.slow(one_of=4)
+@pytest.mark.slow(one_of=8)
 @both
 @every
 def test_any_length(setting, causal):

@@ -32,7 +32,7 @@ def given(call, indices, backend, **changes):
     return call.op(**tensors, **settings)
 
 
-@pytest.mark.slow(one_of=6)
+@pytest.mark.slow(one_of=9)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", calls.LAYERS)
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -128,7 +128,7 @@ def check_right(backend, dtype, call, given, specification=None):
     assert_right(op, call.tensors, dtype, backend, specification, gradients)
 
 
-@pytest.mark.parametrize("backend, dtype, branch, case", rows(CASES, ROWS, 4))
+@pytest.mark.parametrize("backend, dtype, branch, case", rows(CASES, ROWS, 6))
 def test_branches(backend, dtype, branch, case, untraced_flex):
     given = CASES[branch][case]
     check_right(backend, dtype, draw(branch, dtype, **given), given)
@@ -240,7 +240,7 @@ if CUDA:
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("backend, dtype, branch, case", rows(LAYERS, LAYER_ROWS, 5))
+@pytest.mark.parametrize("backend, dtype, branch, case", rows(LAYERS, LAYER_ROWS, 8))
 def test_layers(backend, dtype, branch, case, untraced_flex):
     given, specification = LAYERS[branch][case], None
     call = draw(branch, dtype, **given)
@@ -297,7 +297,7 @@ if CUDA:
 @pytest.mark.parametrize("case", SELECTIONS)
 @pytest.mark.parametrize(
     "backend",
-    ["chunked", pytest.param("triton", marks=[pytest.mark.kernels, pytest.mark.slow(one_of=4)])],
+    ["chunked", pytest.param("triton", marks=[pytest.mark.kernels, pytest.mark.slow(one_of=6)])],
 )
 def test_selection(backend, case, rule):
     settings = dict(place=(27, 61), heads=(3, 1, 16), memory=2) | SELECTIONS[case]
