@@ -101,7 +101,7 @@ def spot_rows(T: int, device: torch.device) -> Tensor:
 def measure(
     provider: Provider, setting: Setting, seconds: float, device: torch.device
 ) -> list[Row]:
-    """A row for the forward and one for the backward pass; the provider has passed before."""
+    """A row for the forward and one for the backward pass; of a provider that has passed."""
     cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if cuda else 0
     x = prepared(provider, setting, device)

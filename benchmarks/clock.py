@@ -147,7 +147,7 @@ def outputs(subject: str, net: Any, x: Tensor) -> dict[str, Tensor]:
 
 
 def check(subject: str, net: Any, x: Tensor) -> float:
-    """The largest error as a share of its budget, at lengths without dense queries; WrongResult."""
+    """The largest error as a share of its budget, at lengths without dense queries."""
     low = copy.deepcopy(net)
     if subject == "llama":
         from native_sparse_attention.hf import use_sparse_attention

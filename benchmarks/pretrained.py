@@ -197,7 +197,7 @@ def choose(rule: Rule, q: Tensor, k: Tensor, offset: int = 0) -> Tensor:
 
 
 def chosen(rule: Rule, kept: Any, layer: int, q: Tensor, k: Tensor, offset: int = 0) -> Tensor:
-    """What a layer that may share its ranking chooses; `kept` has what the last one chose."""
+    """The block indices of a layer, which may be those that an earlier layer left in `kept`."""
     if layer % rule.every == 0:
         kept[rule, offset] = choose(rule, q, k, offset)
     return kept[rule, offset]

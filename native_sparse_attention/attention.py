@@ -415,7 +415,7 @@ class SparseAttention(Started):
             start = tokens.start
 
         # rotated to their positions, but for the keys and values to compress, `raw`
-        tensors, raw = self.read(q, kv)
+        tensors, raw = self.split_branches(q, kv)
         names = [name for name in ("q", "k", "window_k") if name in tensors]
         rotated = [tensors[name] for name in names]
         rotated = rotate(self.rotary_emb, rotated, start, positions, backend)
@@ -427,7 +427,7 @@ class SparseAttention(Started):
         ranks = ranks or return_block_indices or "compressed" in config.branches
         ranks = config.compresses and (ranks or config.use_diff_topk)
         if ranks and self.to_index is not None:
-            pair = self.index(x)
+            pair = self.project_index(x)
             if config.rank_rotated:
                 every = self.index_every
                 pair = rotate(self.rotary_emb, pair, start, positions, backend, every)
@@ -459,14 +459,14 @@ class SparseAttention(Started):
                 like = q.new_empty(len(q), heads, 0, config.leader_slots, dtype=torch.int32)
                 ring, leaders = cache.rankings(like, tokens)
 
-        inputs = self.inputs(tensors, gates)
+        inputs = self.call_inputs(tensors, gates)
         if is_given:
             inputs["block_indices"] = indices
             for name in () if "compressed" in config.branches else ("ck", "cq"):
                 inputs.pop(name, None)
         if cache is not None and tokens.decoded:
             step = Call(**inputs, lengths=start, counts=tokens.counts, ranking=ring)
-            out, written = self.step(step, cache, return_block_indices)
+            out, written = self.run_step(step, cache, return_block_indices)
             indices = indices if written is None else written
         else:
             call = Call(
@@ -524,8 +524,10 @@ class SparseAttention(Started):
         heads = (-1, self.config.dim_head)
         return [t.unflatten(-1, heads).transpose(1, 2) for t in (q, *kv)]
 
-    def read(self, q: Tensor, kv: list[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What the branches read of projections, by its names in a call, and what is compressed."""
+    def split_branches(
+        self, q: Tensor, kv: list[Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The projections that the branches read, named as in a call, and those to compress."""
         apart = self.config.branches if len(kv) > 2 else ()
         sets = [apart.index(name) if name in apart else 0 for name in BRANCHES]
         (raw_k, raw_v), (k, v), (window_k, window_v) = (kv[2 * i : 2 * i + 2] for i in sets)
@@ -534,13 +536,13 @@ class SparseAttention(Started):
             tensors |= {"window_k": window_k, "window_v": window_v}
         return tensors, {"k": raw_k} if self.v_compress is None else {"k": raw_k, "v": raw_v}
 
-    def index(self, x: Tensor) -> list[Tensor]:
-        """Queries and keys of the index, [b h n d], whose gradient stops here."""
+    def project_index(self, x: Tensor) -> list[Tensor]:
+        """Queries and keys of the index, [b h n d]; no gradient reaches x."""
         heads = self.to_index(x.detach()).unflatten(-1, (-1, self.config.index_dim))
         queries = self.config.kv_heads
         return [t.transpose(1, 2) for t in (heads[..., :queries, :], heads[..., queries:, :])]
 
-    def inputs(self, tensors: dict[str, Tensor], gates: Tensor | None) -> dict[str, Any]:
+    def call_inputs(self, tensors: dict[str, Tensor], gates: Tensor | None) -> dict[str, Any]:
         """The arguments of a call, [b n h d]."""
         inputs: dict[str, Any] = {name: t.transpose(1, 2) for name, t in tensors.items()}
         inputs |= {"branch_gates": gates, "sinks": self.sinks}
@@ -552,7 +554,7 @@ class SparseAttention(Started):
             inputs["ck"] = inputs["ck"].expand(-1, -1, self.config.kv_heads, -1)
         return inputs
 
-    def step(
+    def run_step(
         self, call: Call, cache: KVCache, return_block_indices: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The output of the decode kernels, and the block indices that they write if asked for.

@@ -537,8 +537,8 @@ class KVCache:
         self, tensors: dict[str, Tensor], raw: dict[str, Tensor], tokens: NewTokens, l: int, d: int,
         compress: Callable[[dict[str, Tensor]], dict[str, Tensor]], saved: bool,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """`append` what attention reads of new tokens, and their windows of raw entries,
-        compressed."""
+        """`append` the tensors of new tokens that attention reads, and the windows of raw entries
+        that they complete, compressed."""
         new = {name: t for name, t in tensors.items() if name not in ("q", "cq")}
         streams = self.append(new, tokens, saved=saved)
         if not raw:
@@ -551,7 +551,7 @@ class KVCache:
 
     def rankings(self, like: Tensor, tokens: NewTokens) -> tuple[Tensor, Tensor | None]:
         """The ring buffer of rankings that tokens share, allocated for entries like `like`, and
-        those that the new tokens share, if these are no first ones."""
+        the last of each sequence, which the new tokens may share; None for its first tokens."""
         ring = self.ring({"ranking": like}, 1)["ranking"]
         is_first = not isinstance(tokens.start, Tensor) and tokens.start == 0
         if tokens.decoded or is_first:
