@@ -419,7 +419,7 @@ class SparseAttention(Started):
         names = [name for name in ("q", "k", "window_k") if name in tensors]
         rotated = [tensors[name] for name in names]
         rotated = rotate(self.rotary_emb, rotated, start, positions, backend)
-        tensors |= zip(names, rotated, strict=True)
+        tensors |= dict(zip(names, rotated, strict=True))
 
         # keys and queries that rank blocks
         l, d = config.compress_block_size, config.d
