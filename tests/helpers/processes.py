@@ -15,11 +15,14 @@ def python(*args, cwd=None, timeout=None, **variables):
     return subprocess.run(command, cwd=cwd, timeout=timeout, env=environment, **pipes)
 
 
-def torchrun(processes, *args, restarts=0, **how):
+def torchrun(processes, script, *args, imports=(), restarts=0, **how):
+    """Real torchrun, whose processes are forks of one that has imported what takes seconds."""
     if not torch.distributed.is_available():
         pytest.skip("this torch has no torch.distributed")
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += [f"--max-restarts={restarts}", *args]
+    modules = ", ".join(("torch._dynamo", "native_sparse_attention.distributed", *imports))
+    command = ["-c", f"import {modules}; from torch.distributed import run; run.main()"]
+    command += ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
+    command += ["--monitor-interval=0.05", "--start-method=fork", "--run-path", script, *args]
     return python(*command, timeout=240, OMP_NUM_THREADS="1", **how)
 
 

@@ -9,12 +9,10 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import context_parallel_worker
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from context_parallel_worker import check_layers, message
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,6 +31,8 @@ from native_sparse_attention.compress import (
 )
 from native_sparse_attention.distributed import context_parallel_shard, parallelize
 from native_sparse_attention.rotary import Rotary
+from tests.scripts import context_parallel_worker
+from tests.scripts.context_parallel_worker import check_layers, message
 
 SHAPE = dict(dim=32, dim_head=8, heads=8, kv_heads=4, causal=True)
 SIZES = context_parallel_worker.SIZES | dict(num_initial_blocks=1, selection_stride=4)
@@ -41,6 +41,7 @@ MEANS = SIZES | dict(branches=("selected",), selection_stride=1)
 PAPER = SIZES | dict(importance="probs", branch_kv="independent", use_diff_topk=True)
 INDEX = ONE_SOFTMAX | dict(importance="index", index_dim=6, rank_rotated=False)
 SHORT = SIZES | dict(num_local_blocks=2)
+DP, TP, CP = ({name: 2} for name in ("dp", "tp", "cp"))
 EXTRAS = dict(qkv_bias=True, out_bias=True, qk_norm=True, attention_sinks=True)
 
 
@@ -82,9 +83,9 @@ def make_optimizer(model) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def steps(model, optimizer, ids, labels, **call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two steps; the mean loss of the second over all ranks, and the norm of its gradients."""
-    for _ in range(2):
+def train(model, optimizer, ids, labels, steps=1, **call) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean loss of the last step over all ranks, and the norm of its gradients."""
+    for _ in range(steps):
         optimizer.zero_grad()
         out = model(ids, **call)
         logits = out if isinstance(out, torch.Tensor) else out.logits
@@ -107,26 +108,29 @@ def check_weights(model, expected) -> None:
 
 
 def check_model(
-    name: str, make: Callable[[], torch.nn.Module], sizes: dict[str, int], call=None, **options
+    name: str, make: Callable[[], torch.nn.Module], *meshes: dict[str, int], call=None, **options
 ) -> None:
-    """A model learns over a mesh as on one process."""
-    plain, model, call = make(), make(), call or {}
-    expected = steps(plain, make_optimizer(plain), *batch(), **call)
-    rows = distribute(model, sizes, **options)
-    found = steps(model, make_optimizer(model), *rows, **call)
-    torch.testing.assert_close(found, expected, msg=lambda m: f"{name} {sizes}: {m}")
-    check_weights(model, plain)
+    """A model learns over each mesh as on one process."""
+    plain, call = make(), call or {}
+    expected = train(plain, make_optimizer(plain), *batch(), **call)
+    for sizes in meshes:
+        model = make()
+        rows = distribute(model, sizes, **options)
+        found = train(model, make_optimizer(model), *rows, **call)
+        torch.testing.assert_close(found, expected, msg=lambda m: f"{name} {sizes}: {m}")  # noqa: B023
+        check_weights(model, plain)
 
 
-def check(sizes: dict[str, int], settings: dict, model_options=None, call=None, **options) -> None:
-    make = functools.partial(build, settings, **(model_options or {}))
-    check_model("Transformer", make, sizes, call, **options)
+def check(settings: dict, *meshes: dict[str, int], layers=None, **options) -> None:
+    """Of a Transformer, with settings of its attention and of its layers."""
+    make = functools.partial(build, settings, **(layers or {}))
+    check_model("Transformer", make, *meshes, **options)
 
 
 def check_wrapped() -> None:
     """In DDP, and sharded by FSDP without `parallelize`."""
     plain, rank = build(PAPER), dist.get_rank()
-    expected = steps(plain, make_optimizer(plain), *batch())
+    expected = train(plain, make_optimizer(plain), *batch())
     for wrapper in ("DDP", "FSDP"):
         model = wrapped = build(PAPER)
         if wrapper == "DDP":
@@ -139,7 +143,7 @@ def check_wrapped() -> None:
                     # torch 2.8 forgets to divide by the number of processes over gloo
                     module.set_force_sum_reduction_for_comms(True)
         rows = [x.chunk(2)[rank] for x in batch()]
-        torch.testing.assert_close(steps(wrapped, make_optimizer(model), *rows), expected)
+        torch.testing.assert_close(train(wrapped, make_optimizer(model), *rows), expected)
         check_weights(model, plain)
 
 
@@ -184,7 +188,7 @@ def check_decoding(settings: dict, **pages) -> None:
     """Prompts of different lengths in chunks, then tokens one by one, over a cache of a rank's
     heads."""
     plain, model = build(settings), build(settings)
-    distribute(model, {"tp": 2})
+    distribute(model, TP)
     ids, caches = batch()[0][:2], model.new_cache(**pages)
     logits = [model(ids[:, i:j], cache=caches) for i, j in ((0, 50), (50, 121), (121, 122))]
     logits.append(model(ids[:, 122:], cache=caches, lengths=[6, 4]))
@@ -210,7 +214,7 @@ def check_block_indices() -> None:
         expected, blocks = layer(x, return_block_indices=True)
         others = blocks[:, :, :4].flip(2)
         replayed = [layer(x, block_indices=given) for given in (blocks, others, blocks[:, :, :1])]
-        distribute(layer, {"tp": 2}, rows=[x])
+        distribute(layer, TP, rows=[x])
         out, found = layer(x, return_block_indices=True)
         assert torch.equal(found, blocks)
         torch.testing.assert_close(out, expected)
@@ -239,7 +243,7 @@ def check_own_model() -> None:
     plain = OwnModel()
     plain(x).square().mean().backward()
     split = {name: ColwiseParallel(output_layouts=Replicate()) for name in ("enter", "leave")}
-    for sizes, options in ({"tp": 2}, dict(tp_plan=split)), ({"cp": 2}, {}):
+    for sizes, options in (TP, dict(tp_plan=split)), (CP, {}):
         model = OwnModel()
         (shard,) = distribute(model, sizes, rows=[x], blocks=[model.attention], **options)
         model(shard).square().mean().backward()
@@ -271,28 +275,28 @@ def check_checkpoint(folder: Path, is_restart: bool) -> None:
         return model, make_optimizer(model), rows
 
     if not is_restart:
-        model, optimizer, rows = start({"dp": 2})
+        model, optimizer, rows = start(DP)
         group = dist.new_group()  # the model's own collectives go on meanwhile
         for step, writer in enumerate((dcp.FileSystemWriter, KilledWriter)):
-            steps(model, optimizer, *rows)
+            train(model, optimizer, *rows)
             target = dict(storage_writer=writer(folder / str(step)), process_group=group)
             saving = dcp.async_save(state(model, optimizer), **target)
-            steps(model, optimizer, *rows)
+            train(model, optimizer, *rows)
             saving.result()
 
     complete = [path.parent.name for path in folder.glob("*/.metadata")]
     assert complete == ["0"] and list(folder.glob("1/*.distcp"))
     message(lambda: dcp.load({}, checkpoint_id=folder / "1"), CheckpointException)
     plain, optimizer, rows = start({})
-    steps(plain, optimizer, *rows)
-    expected = steps(plain, optimizer, *rows)
-    for sizes in ({"tp": 2}, {}):
+    train(plain, optimizer, *rows)
+    expected = train(plain, optimizer, *rows)
+    for sizes in (TP, {}):
         resumed, optimizer, rows = start(sizes)
         loaded = state(resumed, optimizer)
         dcp.load(loaded, checkpoint_id=folder / "0", no_dist=not sizes)
         weights, moments = loaded["model"], loaded["optimizer"]
         set_state_dict(resumed, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        torch.testing.assert_close(steps(resumed, optimizer, *rows), expected)
+        torch.testing.assert_close(train(resumed, optimizer, *rows), expected)
         check_weights(resumed, plain)
 
 
@@ -333,15 +337,14 @@ if __name__ == "__main__":
     if dist.get_world_size() == 2:
         restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         check_checkpoint(Path(sys.argv[1]), is_restart=restarts > 0)
-        for name in ("dp", "tp", "cp"):
-            check({name: 2}, ONE_SOFTMAX, dict(share_ranking=[0]))
-            check({name: 2}, PAPER | EXTRAS)
-            check({name: 2}, INDEX, dict(local_layers=[1]), activation_checkpointing=True)
-        check({"cp": 2}, SHORT, dict(local_layers=[0]), packed)
+        check(ONE_SOFTMAX, DP, TP, CP, layers=dict(share_ranking=[0]), call=dict(steps=2))
+        check(PAPER | EXTRAS, DP, TP, CP)
+        check(INDEX, DP, TP, CP, layers=dict(local_layers=[1]), activation_checkpointing=True)
         wide = MEANS | dict(compress_block_size=60)  # wider than a chunk
-        check({"cp": 2}, wide, dict(local_layers=[0]), packed)
+        for settings in (SHORT, wide):
+            check(settings, CP, layers=dict(local_layers=[0]), call=packed)
         for network in (GroupedMLP(8, 8, 4), ConvLinearCompress(4, 8, 8), AttentionPool(8, 8)):
-            check({"tp": 2}, SHORT, dict(compress_mlp=network))
+            check(SHORT, TP, layers=dict(compress_mlp=network))
         for settings in (ONE_SOFTMAX, MEANS, PAPER):
             check_decoding(settings)
         check_decoding(INDEX, batch=2, max_length=128, page_size=16, num_pages=20)
@@ -353,17 +356,14 @@ if __name__ == "__main__":
         check_refused(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
         # DTensor of torch 2.8 does not compile with dynamic shapes
         compiled = dict(compile=dict(backend="eager", dynamic=False))
-        check(dict(cp=2, tp=1), ONE_SOFTMAX, dict(depth=1), **compiled)
+        check(ONE_SOFTMAX, dict(cp=2, tp=1), layers=dict(depth=1), **compiled)
         if importlib.util.find_spec("transformers"):
-            import pretrained_worker
+            from tests.scripts import pretrained_worker
 
             pretrained_worker.check_models(sys.argv[1])
     else:
-        for sizes in (dict(dp=2, tp=2), dict(cp=2, tp=2), dict(dp=2, cp=2)):
-            check(sizes, SHORT | EXTRAS, dict(depth=1))
-        check(dict(cp=2, tp=2), PAPER, dict(depth=1), packed)
+        check(SHORT | EXTRAS, DP | TP, CP | TP, DP | CP, layers=dict(depth=1))
+        check(PAPER, CP | TP, layers=dict(depth=1), call=packed)
     check_layers(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))["cp"])
     dist.barrier()
     dist.destroy_process_group()
-    # threads of gloo may still let go of tensors, for which an interpreter that ends aborts
-    os._exit(0)

@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from parallel_worker import batch, check_model, distribute, message
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import AutoModelForCausalLM
@@ -12,6 +11,7 @@ from native_sparse_attention.distributed import context_parallel_shard, parallel
 from native_sparse_attention.hf import SparseCache, convert, use_sparse_attention
 from tests.helpers.sizes import sizes
 from tests.helpers.tiny_models import SPARSE, native, tiny
+from tests.scripts.parallel_worker import CP, DP, TP, batch, check_model, distribute, message
 
 DROP_IN = SPARSE | sizes(n=2, selection_stride=4)
 NSA = sizes(8, 4, 8, n=2, w=11)
@@ -37,15 +37,11 @@ MODELS = {
 }
 
 
-def check(name: str, sizes: dict[str, int], **options) -> None:
-    check_model(name, MODELS[name], sizes, **options)
-
-
 def check_generating() -> None:
     """Tensor parallel, over caches of a rank's heads."""
     for name in ("Llama", "NSAForCausalLM", "converted"):
         models = MODELS[name]().eval(), MODELS[name]().eval()
-        (ids,) = distribute(models[1], {"tp": 2}, rows=[batch()[0][:2, :40]])
+        (ids,) = distribute(models[1], TP, rows=[batch()[0][:2, :40]])
         options = dict(max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(ids))
         texts = []
         for model in models:
@@ -117,12 +113,11 @@ def check_shards() -> None:
 
 
 def check_models(folder: str) -> None:
-    check("Llama", {"dp": 2}, activation_checkpointing=True)
-    check("NSAForCausalLM", {"dp": 2})
-    for name in MODELS:
-        check(name, {"tp": 2})
-        if name != "Qwen3":  # whose norms are of heads
-            check(name, {"cp": 2}, activation_checkpointing=name == "Llama")
+    check_model("Llama", MODELS["Llama"], DP, CP, activation_checkpointing=True)
+    check_model("NSAForCausalLM", MODELS["NSAForCausalLM"], DP, call=dict(steps=2))
+    for name, make in MODELS.items():
+        # norms of Qwen3 are of heads
+        check_model(name, make, *((TP,) if name in ("Llama", "Qwen3") else (TP, CP)))
     check_shards()
     check_refused()
     check_generating()

@@ -6,23 +6,20 @@ from argparse import Namespace
 import pytest
 
 from tests.helpers.processes import torchrun
-from tests.training.test_train_enwik8 import (  # noqa: F401
-    ROOT,
-    TINY,
-    finished,
-    in_process,
-    metrics,
-    refused,
-    text,
-)
+from tests.training.test_train_enwik8 import ROOT, TINY, finished, in_process, metrics, refused
 from training import ranks
 from training.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("without_plots")
 PLAN = [
     *TINY, *("--heads", 4, "--kv-heads", 2, "--batch-size", 4, "--warmup", 10),
     *("--eval-every", 3, "--save-every", 3, "--sample-every", 0),
 ]  # fmt: skip
-FAILING = ROOT / "tests/scripts/failing_run.py"
+
+
+def run_failing(processes, *args, **how):
+    script = ROOT / "tests/scripts/failing_run.py"
+    return torchrun(processes, script, *args, imports=["train_enwik8"], **how)
 
 
 def check_metrics(run, alone):
@@ -32,12 +29,12 @@ def check_metrics(run, alone):
             assert many[name] == pytest.approx(one[name], rel=1e-4), (one["step"], name)
 
 
-def test_a_rank_that_hangs(text, tmp_path):  # noqa: F811
+def test_a_rank_that_hangs(text, tmp_path):
     """The others end after --timeout. One process goes on, and all have learnt as one does, from
     packed documents too."""
     mesh = ["--cp", 2, "--tp", 2, "--timeout", 6]
     plan = ["--data", text, *PLAN, "--steps", 6, "--pack", 7]
-    done = torchrun(4, FAILING, "hang", *plan, *mesh, "--name", "run", cwd=tmp_path)
+    done = run_failing(4, "hang", *plan, *mesh, "--name", "run", cwd=tmp_path)
     assert done.returncode != 0
     assert re.search(r"rank [023] failed at step 5: RuntimeError: .*Timed out wait", done.stderr)
     assert "rank 1 failed" not in done.stderr
@@ -49,12 +46,12 @@ def test_a_rank_that_hangs(text, tmp_path):  # noqa: F811
     check_metrics(run, tmp_path / "runs/one")
 
 
-def test_torchrun_restarts(text, tmp_path):  # noqa: F811
+def test_torchrun_restarts(text, tmp_path):
     """Processes that refuse their options have begun no run, and do not go on with an older one.
     Later ones go on with theirs."""
     plan = ["--data", text, *PLAN, "--steps", 6, "--attention", "auto"]
     finished(in_process(tmp_path, *plan, "--name", "older"))
-    done = finished(torchrun(2, FAILING, "data,kill", *plan, cwd=tmp_path, restarts=2))
+    done = finished(run_failing(2, "data,kill", *plan, cwd=tmp_path, restarts=2))
     assert "--data is {'bytes': " in done.stderr
     assert re.findall(r": step (\d) of 6", done.stdout) == ["0", "3"]
     check_metrics(tmp_path / "runs/squares-sparse-1", tmp_path / "runs/older")

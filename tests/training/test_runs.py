@@ -32,6 +32,7 @@ from training import runs
 from training.runs import load_model
 from training.sample import printable
 
+pytestmark = pytest.mark.usefixtures("without_plots")
 PLAN = ["--steps", 8, "--save-every", 4, "--eval-every", 4, "--sample-every", 0, *TINY]
 KINDS = [".safetensors", ".optimizer", ".json"]
 NEWEST, OLDER = "step-00000008", "step-00000004"
@@ -64,12 +65,6 @@ def config_of(run):
 def load_equal(one, other):
     one, other = load_file(one), load_file(other)
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.fixture(autouse=True)
-def without_plots(monkeypatch):
-    """Which take as long as the training."""
-    monkeypatch.setattr(script, "draw", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

@@ -31,13 +31,6 @@ TINY = [
 ]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "squares.txt"
-    path.write_text("".join(f"{i} squared is {i * i}\n" for i in range(3000)))
-    return path
-
-
 def command(*args):
     return [sys.executable, "-W", "error", str(ROOT / "train_enwik8.py"), *map(str, args)]
 
