@@ -108,7 +108,7 @@ def losses_of(run):
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_trainer_shifts_labels_that_it_smooths(tmp_path):
     """Else the model learns to copy its input."""
-    run = trainer(native("one_softmax"), tmp_path, steps=40, label_smoothing_factor=0.1)
+    run = trainer(native("one_softmax"), tmp_path, steps=25, label_smoothing_factor=0.1)
     assert run.evaluate(run.train_dataset)["eval_loss"] > 0
     assert len(run.predict(run.train_dataset).predictions) == len(run.train_dataset)
     run.train_dataset.rows = (torch.arange(48) % 61 + 3).expand(8, -1)
