@@ -25,15 +25,23 @@ def test_every_example_has_a_test():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == names
 
 
-@pytest.mark.parametrize("name", ["huggingface", "convert"])
-def test_the_extra_is_named(name, monkeypatch):
+@pytest.mark.parametrize(
+    "name, package, told",
+    [
+        ("huggingface", "native_sparse_attention.hf", r"-e '.\[hf\]'"),
+        ("convert", "native_sparse_attention.hf", r"-e '.\[hf\]'"),
+        ("torchtitan_nsa", "torchtitan", "torchtitan"),
+    ],
+)
+def test_what_is_missing_is_named(name, package, told, monkeypatch):
     def without(name):
         raise metadata.PackageNotFoundError(name)
 
-    for module in [m for m in sys.modules if m.startswith("native_sparse_attention.hf")]:
+    for module in [m for m in sys.modules if m.startswith(package)]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(metadata, "version", without)
-    with pytest.raises(SystemExit, match=r"pip install -e '.\[hf\]'"):
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    with pytest.raises(SystemExit, match=f"pip install {told}"):
         example(name)
 
 
@@ -113,11 +121,3 @@ def test_torchtitan(capsys):
     pytest.importorskip("torchtitan", reason="needs pip install torchtitan")
     losses = example("torchtitan_nsa").main(["--steps", "6", "--length", "128"])
     assert losses[-1] < losses[0] - 1 and "step 5: loss" in capsys.readouterr().out
-
-
-def test_torchtitan_is_named(monkeypatch):
-    for module in [m for m in sys.modules if m.partition(".")[0] == "torchtitan"]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "torchtitan", None)
-    with pytest.raises(SystemExit, match="needs pip install torchtitan"):
-        example("torchtitan_nsa")

@@ -170,21 +170,6 @@ def test_bits_per_byte():
     assert found == {"all": 5.0, "last_half": 2.0, "positions": {"0-16": 8.0, "16-32": 2.0}}
 
 
-def test_differences_are_of_equal_seeds():
-    """And short texts have no reach. What else a table does, the page shows."""
-    row = dict(kind="train", variant="dense", T=2048, lr=0.1, seconds=2.0, needle={}, parameters=1)
-    row |= dict(keys_per_query={"dense": 2048})
-
-    def run(seed, value, **changes):
-        bits = {"all": value, "last_half": 1.0, "positions": {"0-256": 3.0}}
-        return row | dict(seed=seed, bits=bits) | changes
-
-    assert learning.reach(run(0, 1.0)) is None
-    runs = [run(seed, 2.0, variant="window") for seed in (1, 0, 5)]
-    cells = learning.cells_of(runs, [run(0, 1.5), run(1, 1.7)])
-    assert cells["minus dense"] == "0.400 ± 0.141"
-
-
 # associative recall and the needle: the task is what it says
 
 
@@ -261,46 +246,33 @@ def test_needle():
 
 
 def test_text_of_packages(tmp_path):
-    """Files of two packages in groups of directories, of which none is in both parts: pages without
-    markup, dictionaries in pieces; copies, binary and large files and other kinds left out."""
+    """Pages without markup, dictionaries in pieces; copies, binary and large files and other kinds
+    left out. No group of directories is in both parts."""
     page = b"<head><title>T</title></head><body><nav>N</nav><p>A &lt; %d<br>b <b>c</b></p></body>"
-    files = {f"doc/{i}/page.html": page % i for i in range(30)}
-    files |= {"doc/7/same.html": page % 7, "x/x.html.gz": gzip.compress(page % 99)}
-    files |= {"words/words.dict.dz": gzip.compress(bytes(range(33, 126)) * 5)}
-    files |= {"x/left.png": b"out", "x/binary.pod": b"a\0b", "x/large.pod": b"x" * 201}
-    sources = [tmp_path / "a_1.deb", tmp_path / "b-1.whl"]
-    packages = (
-        files,
-        {f"b/{i}/{n}.pod": b"=head1 %d %d\n" % (i, n) for i in range(9) for n in (0, 1)},
-    )
-    for source, contents in zip(sources, packages):
-        for name, data in contents.items():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes(data)
-    (sources[1] / "b/link.pod").symlink_to("0/0.pod")
+    words = bytes(range(33, 126)) * 5
+    files = {f"a.deb/doc/{i}/page.html": page % i for i in range(30)}
+    files |= {"a.deb/doc/7/same.html": page % 7, "a.deb/x/x.html.gz": gzip.compress(page % 99)}
+    files |= {"a.deb/words/words.dict.dz": gzip.compress(words), "a.deb/x/left.png": b"out"}
+    files |= {"a.deb/x/binary.pod": b"a\0b", "a.deb/x/large.pod": b"x" * 201, "b/b.pod": b"=b\n"}
     out = tmp_path / "text"
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
     sizes = corpus.Sizes(whole=20_000, held_out=600, file=200, depth=3)
-    row = corpus.build(sources, out, sizes, (".html", ".pod", ".dict"))
-    content = out.read_bytes()
+    row = corpus.build([tmp_path / "a.deb", tmp_path / "b"], out, sizes, (".html", ".pod", ".dict"))
     assert corpus.about(out) == {name: row[name] for name in ("bytes", "sha256")}
-    train, held_out = (part.tobytes() for part in corpus.mapped(out))
-    assert train + corpus.HELD_OUT + held_out == content
-    assert [len(train), len(held_out)] == [row["train_bytes"], row["held_out_bytes"]]
-    assert len(held_out) <= 600
     parts, groups = {}, []
-    for text in (train, held_out):
-        of_text = dict(p.partition(b"\n")[::2] for p in text.split(b"\0") if p)
-        names = [name.decode() for name in of_text]
-        assert names == sorted(names, key=lambda name: name.rpartition("/")[::2])
-        groups.append({corpus.group_of(name, 3) for name in names})
-        parts |= of_text
+    for text in corpus.mapped(out):
+        files = dict(p.partition(b"\n")[::2] for p in text.tobytes().split(b"\0") if p)
+        groups.append({corpus.group_of(name.decode(), 3) for name in files})
+        parts |= files
     assert groups[0] and not groups[0] & groups[1] and groups[1] == set(row["held_out_groups"])
-    assert len(parts) == row["train_files"] + row["held_out_files"] == 31 + 3 + 18
-    assert parts[b"a_1.deb/doc/5/page.html"] == b"A < 5\nb c\n"
-    assert parts[b"a_1.deb/x/x.html"] == b"A < 99\nb c\n"
-    assert parts[b"b-1.whl/b/3/1.pod"] == b"=head1 3 1\n"
-    pieces = [parts[b"a_1.deb/words/words.dict.000%d" % i] for i in range(3)]
-    assert b"".join(pieces) == bytes(range(33, 126)) * 5
+    assert len(parts) == row["train_files"] + row["held_out_files"] == 31 + 3 + 1
+    assert parts[b"a.deb/doc/5/page.html"] == b"A < 5\nb c\n"
+    assert parts[b"a.deb/x/x.html"] == b"A < 99\nb c\n"
+    assert parts[b"b/b.pod"] == b"=b\n"
+    pieces = [parts[b"a.deb/words/words.dict.000%d" % i] for i in range(3)]
+    assert b"".join(pieces) == words
 
 
 def test_held_out_text_of_any_file(tmp_path):

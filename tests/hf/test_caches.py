@@ -32,15 +32,12 @@ def steps(model, ids, cache, first, chunk=1):
 # of the drop-in
 
 
-@pytest.mark.parametrize("kind", ["sparse", "static"])
 @torch.no_grad()
-def test_rows_that_change_places(kind):
-    """As beam search moves them, with their means."""
+def test_rows_that_change_places():
+    """As beam search moves them, with their means. Of a `SparseCache`: test_stride.py."""
     model, texts = sparse(4, 4), torch.cat(prompts(40, 40, 40))
     expected, order = model(texts, use_cache=False).logits, torch.tensor([2, 0, 0])
-    cache = SparseCache(model.config)
-    if kind == "static":
-        cache = StaticSparseCache(model.config, max_cache_len=40)
+    cache = StaticSparseCache(model.config, max_cache_len=40)
     call(model, texts[:, :30], cache)
     cache.reorder_cache(order)
     close(steps(model, texts[order], cache, 30), expected[order, 30:])

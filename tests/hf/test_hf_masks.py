@@ -2,7 +2,6 @@
 
 import traceback
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,34 +146,6 @@ def test_other_masks_are_refused(model):
         for shape in ((1, 39), (40,), (1, 40, 40)):
             with pytest.raises(ValueError, match=r"attention_mask must have shape \[1, 40\]"):
                 one(text, attention_mask=torch.ones(shape))
-
-
-def test_masks_say_what_they_are():
-    """Facts of keys, linear in their number."""
-    given = dict(batch_size=2, q_length=5, mask_function=causal_mask_function)
-    tokens = torch.ones(2, 9)
-    for plain in (dict(kv_length=5), dict(kv_length=9, q_offset=4, attention_mask=tokens)):
-        assert nsa_mask(**given, **plain).length == plain["kv_length"]
-        assert nsa_mask(**given, **plain).tokens is None
-    static = nsa_mask(**given, kv_length=20, q_offset=4, attention_mask=tokens)
-    assert static.length == 9 and static.tokens is None
-    assert nsa_mask(**given, kv_length=20, attention_mask=static) is static
-    tokens[0, :3] = 0
-    for length in (9, 20):
-        mask = nsa_mask(**given, kv_length=length, q_offset=4, attention_mask=tokens)
-        assert mask.length == 9 and mask.tokens.equal(tokens.bool()) and mask.documents is None
-    step = given | dict(q_length=1, kv_length=20, q_offset=torch.tensor(8))
-    assert nsa_mask(**step).length.tolist() == 9
-    config = SimpleNamespace(nsa_config=dict(dense_length=8))
-    assert nsa_mask(**step, config=config).least_position == 8
-    mask = nsa_mask(**step, attention_mask=tokens)
-    assert mask.length.tolist() == 9 and mask.tokens.shape == (2, 20)
-    assert mask.tokens[:, :9].equal(tokens.bool()) and not mask.tokens[:, 9:].any()
-    config.nsa_config |= dict(dense_length=64)  # all that a step over such a cache may hold
-    dense = nsa_mask(**step, attention_mask=tokens.bool(), config=config)
-    assert dense.visible.shape == (2, 1, 1, 20) and dense[:, :, -1:, :].visible.equal(dense.visible)
-    moved = mask.to("meta")
-    assert moved.tokens.is_meta and moved.length.is_meta and mask.to("cpu") is mask
 
 
 def test_mask_functions_of_a_model_are_refused():

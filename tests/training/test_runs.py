@@ -292,7 +292,8 @@ def test_one_writer_at_a_time_and_readers_beside_it(folder, tmp_path, signum):
 
 def test_killed_and_resumed_equals_undisturbed(folder, tmp_path):
     """Killed among checkpoints after every step."""
-    args = ["--data", folder / "data", "--out-dir", ".", *PLAN, "--save-every", 1, "--eval-every", 6]
+    args = ["--data", folder / "data", "--out-dir", ".", *PLAN]
+    args += ["--save-every", 1, "--eval-every", 6]
     finished(in_process(tmp_path, *args, "--name", "undisturbed"))
     run = tmp_path / "killed"
     start = command(*args, "--name", "killed")
