@@ -206,11 +206,8 @@ def test_initial_weights_are_the_layers_own(form):
             assert 0.4 < projection.weight.std() < 0.6
         assert not layer.to_qkv.bias.any()
         if form == "branches":
-            gate = layer.to_strategy_combine[0]
-            assert not gate.weight.any() and gate.bias.unique().tolist() == [-2, 2]
-            assert not layer.compress_mem_kv.any() and not layer.k_intrablock_positions.any()
-            twins = layer.k_compress.state_dict(), layer.v_compress.state_dict()
-            close(*twins, tol=0)
+            assert not layer.to_strategy_combine[0].weight.any()
+            assert not layer.compress_mem_kv.any()
             assert layer.k_compress[1].weight.std() < 0.2  # of nn.Linear
     assert model.model.norm.weight.eq(1).all()
     assert 0.4 < model.model.embed_tokens.weight.std() < 0.6

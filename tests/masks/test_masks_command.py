@@ -7,17 +7,15 @@ import pytest
 
 from native_sparse_attention import masks
 from native_sparse_attention.masks import __main__ as command
-from tests.helpers.processes import printed, python
 
 
-@pytest.mark.slow
-def test_command(tmp_path):
+def test_command(tmp_path, capsys):
     out = tmp_path / "natten.png"
     options = ["natten", "--length", "12", "--canvas-width", "4", "--kernel-height", "3"]
     options += ["--kernel-width", "1", "--block-size", "5", "--out", str(out)]
-    told = printed(python("-m", "native_sparse_attention.masks", *options))
+    command.main(options)
     picture = "\n".join(["#...#...#...", ".#...#...#..", "..#...#...#.", "...#...#...#"] * 3)
-    assert told == (
+    assert capsys.readouterr().out == (
         "natten: 12 queries, 12 keys, 25.0 % of the pairs allowed\n\n"
         f"a cell is one pair (. none  + some  # all)\n{picture}\n\n"
         "a cell is a tile of 5 x 5 (. none  + some  # all)\n+++\n+++\n+++\n\n"

@@ -8,8 +8,6 @@ from importlib import metadata
 import pytest
 import torch
 
-from native_sparse_attention import DenseAttentionWarning
-from native_sparse_attention.ops.branches import TOLD
 from native_sparse_attention.view import page, token_texts
 from native_sparse_attention.view.__main__ import main
 from tests.helpers.tiny_models import SPARSE, native, of_parts, tiny
@@ -132,14 +130,6 @@ def test_model_reads_what_the_drop_in_reads(settings, folder):
     found = model(ids, use_cache=False).logits
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert (found - dense).abs().max() > 0.01
-
-
-def test_dense_attention_by_default_is_told(folder, tmp_path):
-    out = tmp_path / "page.html"
-    TOLD.clear()
-    with pytest.warns(DenseAttentionWarning, match=r"up to 8192 tokens \(dense_length\)"):
-        assert call(folder, "dense", "--out", out) == 0
-    assert all(layer["dense"] for layer in content_of(out.read_text())["layers"])
 
 
 @pytest.mark.parametrize(
