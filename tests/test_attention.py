@@ -190,7 +190,7 @@ def test_autocast(setting):
     assert x.grad.dtype == torch.float32 and x.grad.isfinite().all()
 
 
-@pytest.mark.slow(one_of=10)
+@pytest.mark.slow(one_of=16)
 # torch says so of its own deepcopy
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize(
@@ -218,6 +218,7 @@ def test_tensors_without_data(setting, causal, mode):
     assert all(p.grad.shape == p.shape for p in trained(module).values())
 
 
+@pytest.mark.slow(one_of=3)
 @every
 def test_a_layer_travels(setting):
     """By a file, a copy, a pickle, and into a layer made on the meta device."""
@@ -254,12 +255,12 @@ def test_strides():
     close(step(module, x), step(module, x.contiguous()))
 
 
-@pytest.mark.slow(one_of=3)
+@pytest.mark.slow(one_of=5)
 @both
 @pytest.mark.parametrize("part", PARTS)
 def test_parts_have_gradients(part, causal):
     """At any length, of padding alone, packed and without rows."""
-    for settings in ({}, dict(use_diff_topk=True), dict(attention_sinks=True)):
+    for settings in ({}, dict(use_diff_topk=True, attention_sinks=True)):
         module = SparseAttention(**SIZES, **PARTS[part](), **settings, causal=causal)
         for n in (0, 1, 21):
             mask = torch.arange(n).expand(2, -1) >= torch.tensor([[0], [n // 2]])

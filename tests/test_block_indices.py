@@ -12,6 +12,7 @@ from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.sizes import sizes
 from tests.kernels.decode import test_decode
 
+pytestmark = pytest.mark.usefixtures("untraced_flex")
 kernels = pytest.mark.kernels
 BACKENDS = ["eager", "flex", pytest.param("triton", marks=kernels)]
 FORMS = {
@@ -37,7 +38,7 @@ def given(call, indices, backend, **changes):
 @pytest.mark.parametrize("kind", calls.LAYERS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_indices_give_the_same_bits(backend, kind, form):
-    call = calls.draw(kind, **FORMS[form])
+    call = calls.draw(kind, batch=2 if CUDA else 1, **FORMS[form])
     has_gradients = backend != "flex" or CUDA
     call = call.leaves() if has_gradients else call
     out, indices = call(backend, return_block_indices=True)
@@ -160,6 +161,7 @@ def test_a_layer_that_ranks_nothing():
     torch.testing.assert_close(layer(x), torch.cat(steps, 1), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow(one_of=2)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_layers_that_share_a_ranking(name, recompute):

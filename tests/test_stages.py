@@ -9,7 +9,7 @@ from tests.helpers.budget import DEVICE, running
 from tests.helpers.sizes import sizes
 
 kernels = pytest.mark.kernels
-BACKENDS = ["eager", pytest.param("triton", marks=kernels)]
+BACKENDS = ["eager", pytest.param("triton", marks=[kernels, pytest.mark.slow(one_of=3)])]
 SIZES = sizes(4, 4, 8, n=3, num_initial_blocks=1, num_local_blocks=4)
 
 

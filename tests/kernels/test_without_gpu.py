@@ -55,7 +55,7 @@ def peaks(request):
     return dict(json.loads(line) for line in told if line.startswith("["))
 
 
-@pytest.mark.slow(one_of=4)
+@pytest.mark.slow(one_of=6)
 @pytest.mark.parametrize("case", CASES)
 def test_peak(peaks, case):
     rows = common.read_rows(common.RESULTS / "attention.jsonl")

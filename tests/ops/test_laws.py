@@ -38,12 +38,14 @@ calls = pytest.mark.parametrize("name", CALLS)
 pytestmark = pytest.mark.usefixtures("untraced_flex")
 LENGTH = 512 if CUDA else 21
 N = 3 if CUDA else 1
+# one row, for the interpreter's sake: that rows are independent is a law of its own
+BATCH = 2 if CUDA else 1
 TOKENS = ("q", "k", "v", "cq", "window_k", "window_v", "branch_gates", "gates")
 
 QUERIES = ("q", "cq", "branch_gates", "gates")
 
 
-def draw_call(name, backend, dtype=torch.float32, place=(LENGTH, LENGTH), **more):
+def draw_call(name, backend, dtype=torch.float32, place=(LENGTH, LENGTH), batch=BATCH, **more):
     branch, settings = CALLS[name]
     if CUDA and backend == "flex" and name != "layer":
         pytest.skip("compiles for minutes; test_table.py has the branches by flex_attention")
@@ -51,7 +53,7 @@ def draw_call(name, backend, dtype=torch.float32, place=(LENGTH, LENGTH), **more
         settings = dict(settings, use_diff_topk=False)
     if branch in LAYERS:
         more = dict(num_selected_blocks=N) | more
-    return draw(branch, dtype, place=place, **settings | more)
+    return draw(branch, dtype, place=place, batch=batch, **settings | more)
 
 
 def has_gradients(backend):
@@ -170,13 +172,13 @@ def test_the_future_cannot_move_the_past(name, backend, dtype):
 @backends
 def test_a_row_alone_is_the_row_in_a_batch(name, backend, dtype):
     """Gradients too, and where rows begin elsewhere."""
-    call = draw_call(name, backend, dtype)
+    call = draw_call(name, backend, dtype, batch=2)
     alone = change(call, lambda t: t[1:])
     check_rows(call, alone, backend)
     if backend != "flex" and CALLS[name][0] != "layer":
         place = (5, 29) if not CUDA else (40, 301)
         starts = (place[1] - 9, 8)
-        call = draw_call(name, backend, dtype, place, starts=starts)
+        call = draw_call(name, backend, dtype, place, batch=2, starts=starts)
         alone = change(call, lambda t: t[1:])
         alone.settings["q_offset"] = starts[1]
         check_rows(call, alone, backend)
@@ -212,7 +214,7 @@ def test_chunks_of_queries_are_rows_of_the_whole(name, backend, dtype, causal, p
     is_token = (at < end) | (at >= (second if packed else 0))
     if packed:
         ends = (at >= second).int() * second, torch.where(at < second, end, LENGTH).int()
-        call.settings["documents"] = Documents(*(t.expand(2, -1) for t in ends))
+        call.settings["documents"] = Documents(*(t.expand(BATCH, -1) for t in ends))
     whole = run(call, backend)
     d_out, is_alike, parts = torch.randn_like(whole[0]), True, []
     d_out[:, ~is_token] = 0
@@ -296,7 +298,7 @@ def test_the_same_bits_in_memory_that_holds_nan(name, backend, dtype):
 def test_a_query_that_sees_nothing(backend, dtype):
     """Output 0, log-sum-exp -inf, gradient 0; a sink is the key of value 0 that it then sees."""
     for branch, more in (("compressed", dict(memory=0)), ("selected", dict(num_local_blocks=0))):
-        call = draw(branch, dtype, place=(LENGTH, LENGTH), **more)
+        call = draw(branch, dtype, place=(LENGTH, LENGTH), batch=BATCH, **more)
         if branch == "selected":
             call.settings["block_indices"][:] = 0
             call.settings["block_indices"][:, :D] = -1
@@ -318,7 +320,8 @@ def test_a_query_that_sees_nothing(backend, dtype):
 def test_diff_topk_changes_gradients_alone(branch, backend, dtype):
     if backend == "flex":
         pytest.skip("flex_attention has no differentiable top-k")
-    call, found = draw(branch, dtype, place=(LENGTH, LENGTH), num_selected_blocks=N), []
+    place = (LENGTH, LENGTH)
+    call, found = draw(branch, dtype, place=place, batch=BATCH, num_selected_blocks=N), []
     for gated in (False, True):
         call.settings["use_diff_topk"] = gated
         out = run(call, backend)[0]

@@ -41,12 +41,12 @@ def test_lists_that_lose_blocks(l, d, s):
 @pytest.mark.parametrize("columns, depth", [(0, 0), (8, 2), (8, 8), (32, 4)])
 def test_chosen_scores(columns, depth):
     """All of them, and of few candidates: with ties, and in columns too short for some."""
-    ascending, few_values = torch.arange(200) / 8, torch.randint(-2, 1, (5, 200))
-    in_no_order = -ascending[torch.randperm(200)]
+    ascending, few_values = torch.arange(140) / 8, torch.randint(-2, 1, (2, 140))
+    in_no_order = -ascending[torch.randperm(140)]
     rows = torch.stack([ascending, -ascending, 0 * ascending, in_no_order, *few_values])
-    q, ck = torch.ones(9, 2, 1, 16), torch.nn.functional.pad(rows[..., None, None], (0, 15))
+    q, ck = torch.ones(6, 2, 1, 16), torch.nn.functional.pad(rows[..., None, None], (0, 15))
     tile = launch.TopkTileConfig(16, 64, columns, depth, 4, 1, 32)
-    for windows in (200, 12):
+    for windows in (140, 12):
         tensors = [t.to(DEVICE, DTYPE) for t in (q, ck[:, :windows])]
         call = SETTINGS | sizes(4, 4, 4, n=9) | dict(scale=1.0, num_initial_blocks=0)
         call["seq_len"] = 4 * windows + 3
@@ -146,7 +146,7 @@ if not CUDA:
         (16, sizes(8, 8, 4), dict(num_local_blocks=2)),
         (16, sizes(1, 1, 8), dict(importance="head_max")),
     ]
-    LENGTHS = (30, 150, 2, 6, 2), (30, 150, 2, 4, 4)
+    LENGTHS = (30, 150, 2, 6, 2), (30, 150, 1, 4, 4)
 
 
 @pytest.mark.parametrize("form", ["sm90", "portable"] if CUDA else ["portable"])
@@ -186,8 +186,7 @@ def by_hand(q, ck, i):
 
 @pytest.mark.parametrize("importance", ["max", "head_max"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_the_definition_of_8_bits(backend, dtype, importance):
+def test_the_definition_of_8_bits(dtype, importance):
     """Of keys with large channels, in a sequence whose last block is partial."""
     q, ck = torch.randn(2, 20, 4, 16, device=DEVICE), torch.randn(2, 65, 2, 16, device=DEVICE)
     ck[..., 3] += 4
@@ -197,7 +196,7 @@ def test_the_definition_of_8_bits(backend, dtype, importance):
         2, 2, 8, n=3, num_initial_blocks=1, num_local_blocks=0, importance=importance,
         ranking_bits=8, q_offset=110, seq_len=130,
     )  # fmt: skip
-    found = select_blocks(q, ck, **call, backend=backend)
+    found = select_blocks(q, ck, **call, backend="eager")
     for b, t, h in ((0, 19, 0), (1, 0, 1), (0, 7, 1), (1, 13, 0)):
         group = q[b, t, 2 * h : 2 * h + 2].float()
         group = group.sum(0, keepdim=True) if importance == "max" else group
