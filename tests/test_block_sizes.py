@@ -10,7 +10,7 @@ from native_sparse_attention import BlockSizes
 from native_sparse_attention.block_sizes import BACKWARD, NAMES
 from tests.helpers.budget import DEVICE
 from tests.helpers.calls import draw
-from tests.helpers.layers import DIM, layer
+from tests.helpers.layers import DIM, close, layer, step
 
 kernels = pytest.mark.kernels
 
@@ -44,15 +44,6 @@ def small(**settings):
     torch.manual_seed(0)
     sizes = dict(dim_head=16, sliding_window_size=9, num_initial_blocks=1)
     return layer(torch.float32, **sizes, **settings).to(DEVICE)
-
-
-def results(call, leaves):
-    out = call()
-    return [out, *torch.autograd.grad(out.square().sum(), leaves)]
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.fixture
@@ -100,7 +91,7 @@ def test_layers_of_different_sizes(launched):
     kinds = [{"block_sizes": FEW}, {"block_sizes": forward, "recompute": True}]
     x = torch.randn(1, 13, DIM, device=DEVICE, requires_grad=True)
     eager = small(backend="eager")
-    expected = results(lambda: eager(x), [x, *eager.parameters()])
+    expected = step(eager, x)
     layers = [small(backend="triton", **kind) for kind in kinds]
     outs, used = [], []
     for module in layers:
@@ -108,7 +99,8 @@ def test_layers_of_different_sizes(launched):
         used.append(launched.copy())
         launched.clear()
     for module, out in zip(layers, outs):
-        close([out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])], expected)
+        grads = torch.autograd.grad(out.square().sum(), [x, *module.parameters()])
+        close([out, *grads], expected, 2e-5)
         used.append(launched.copy())
         launched.clear()
     parts = ("forward", "window.forward", "key_major.forward")
@@ -132,11 +124,13 @@ def test_branches(launched):
     ):  # fmt: skip
         place, heads = (7, 40), (12, 1, 16, 16)
         call = draw(branch, place=place, heads=heads, memory=0, return_lse=False, **settings)
-        call = call.leaves()
-        leaves = list(call.tensors.values())
-        expected = results(lambda call=call: call("eager"), leaves)
+        call, results = call.leaves(), []
         launched.clear()
-        close(results(lambda call=call: call("triton", block_sizes=FEW), leaves), expected)
+        for backend in ("eager", "triton"):
+            out = call(backend, block_sizes=FEW)
+            grads = torch.autograd.grad(out.square().sum(), list(call.tensors.values()))
+            results.append([out, *grads])
+        close(*results, 2e-5)
         assert launched == tiles(FEW, *names)
 
 

@@ -78,9 +78,3 @@ def test_overlap(l):
         w, c = torch.arange(8), torch.arange(8)[:, None]
         table = [[blocks.overlap(i, j, l, d, s) for i in range(8)] for j in range(8)]
         assert blocks.overlap(w, c, l, d, s).tolist() == table
-
-
-def test_overlap_is_the_papers():
-    """Eq. 9 at l=32, d=16, s=64: a block weighs its windows 1, 2, 2, 2, 1."""
-    weights = [blocks.overlap(w, 1, 32, 16, 64) / 16 for w in range(3, 10)]
-    assert weights == [0, 1, 2, 2, 2, 1, 0]

@@ -26,11 +26,13 @@ WITH_STRIDE = {
     "diff top-k": dict(use_diff_topk=True),
     "no selection": dict(n=0),
     "no norm": dict(n=2, norm=False),
+    "few hidden units": dict(compress_mlp_expand_factor=0.3),
 }
 WITHOUT_STRIDE = {
     "equal": dict(d=None, n=2),
     "mha, 0.1.12": dict(l=4, d=None, s=4, w=5, kv_heads=4, num_compressed_mem_kv=2),
     "fine blocks larger": dict(l=4, d=None, n=2),
+    "few hidden units, 0.1.12": dict(d=None, n=2, compress_mlp_expand_factor=0.3),
     "diff top-k, 0.1.12": dict(d=None, n=2, use_diff_topk=True),
 }
 # not causal, the published layer is sane where d = s and everything divides the length

@@ -45,15 +45,6 @@ def test_the_definition(backend, shared, importance):
         assert found[b, t, r].tolist() == expected
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_documents_begin_a_group(backend):
-    q, k, _ = (t[:1] for t in draw(141, 141, 4, 2, 16))
-    call = SIZES | sizes(1, 1, importance="max", num_selected_groups=1, backend=backend)
-    packed = select_blocks(q, k, k=k, cu_seqlens=torch.tensor([0, 40, 40, 141]), **call)
-    q, k = q[:, 40:], k[:, 40:]
-    assert torch.equal(packed[:, 40:], select_blocks(q, k, k=k, **call))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["sm90", "portable"])
 @pytest.mark.parametrize("D, s, n1", [(128, 64, 5), (64, 32, 16), (128, 128, 2)])
