@@ -10,7 +10,7 @@ from torch import nn
 from native_sparse_attention import SparseAttention, compress
 from native_sparse_attention.compress import MeanPool, SumPool, default_compress_mlp
 from tests.helpers.budget import DEVICE
-from tests.helpers.layers import networks_of, step
+from tests.helpers.layers import close, networks_of, normal, step
 
 H, L, D = 2, 5, 4
 
@@ -33,33 +33,17 @@ def build(name: str) -> nn.Module:
     return net
 
 
-def assert_same_network(ours: nn.Module, theirs: nn.Module) -> None:
-    """State dicts load both ways; outputs and all gradients agree in fp64."""
-    ours, theirs = ours.double().eval(), theirs.double().eval()
-    for p in theirs.parameters():
-        nn.init.normal_(p, std=0.5)
-    ours.load_state_dict(theirs.state_dict(), strict=True)
-    theirs.load_state_dict(ours.state_dict(), strict=True)
-
-    outs, grads = [], []
-    kv = torch.randn(3, H, 7, L, D, dtype=torch.float64)
-    bwd = torch.randn(3, H, 7, D, dtype=torch.float64)
-    for net in (ours, theirs):
-        leaf = kv.clone().requires_grad_()
-        out = net(leaf)
-        outs.append(out)
-        params = dict(net.named_parameters())
-        found = torch.autograd.grad(out, [leaf, *params.values()], bwd)
-        grads.append(dict(zip(["kv", *params], found, strict=True)))
-    torch.testing.assert_close(outs[0], outs[1], rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("name", sorted(NETWORKS))
 def test_agrees_with_published(name, published):
+    """State dicts load both ways; outputs and all gradients agree in fp64. The default network:
+    test_published.py."""
     network, kwargs = OURS[name]
     theirs = getattr(published("0.2.3").compress_networks, network.__name__)(**kwargs)
-    assert_same_network(network(**kwargs), theirs)
+    theirs, ours = theirs.double().eval(), build(name).double()
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    kv = normal(3, H, 7, L, D)
+    close(step(ours, kv), step(theirs, kv), 1e-10)
 
 
 @pytest.mark.parametrize("expand_factor", [1.0, 0.3, 0.2, 2.5])

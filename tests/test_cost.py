@@ -15,10 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import problem
 from benchmarks.providers import our_branches
-from native_sparse_attention import KVCache, NSAConfig, SparseAttention, nsa_cost
+from native_sparse_attention import KVCache, NSAConfig, SparseAttention, blocks, nsa_cost
 from native_sparse_attention.compress import AttentionPool, MeanPool
 from native_sparse_attention.cost import keys_read
 from native_sparse_attention.ops import reference
+from native_sparse_attention.ops.call import Call
 from native_sparse_attention.presets import PRESETS
 from tests.helpers.sizes import sizes
 
@@ -73,28 +74,22 @@ def test_parameters_and_cache(name):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", VARIED)
 def test_keys_that_queries_see(name, causal):
-    """By the specification's masks, with a ranking that fills every slot that it can."""
+    """By the specification's masks, with a ranking that fills every slot that it can: scores are
+    equal, of which the earlier blocks win."""
     config = dataclasses.replace(CONFIG, **VARIED[name], causal=causal)
-    T, s = 41, config.selection_block_size
-    i, c = torch.arange(T)[None], torch.arange(-(-T // s))
-    d = config.compress_block_sliding_stride
-    forced = reference.forced_blocks(i, c, config)[0]
-    window_of = torch.arange(T)[:, None] - torch.arange(T)
-    for t in range(T):
-        leader = t - t % config.selection_stride
-        allowed = ~forced[t]
-        if causal:
-            last = [b for b in c.tolist() if b < leader // s and all(
-                (w + 1) * d - 1 < leader for w in range(b * s // d, b * s // d + max(1, s // d))
-            )]  # fmt: skip
-            allowed &= torch.isin(c, torch.tensor(last, dtype=torch.long))
-        chosen = forced[t].clone()
-        chosen[allowed.nonzero()[: config.num_selected_blocks, 0]] = True
-        seen = chosen.repeat_interleave(s)[:T] & ((window_of[t] >= 0) | (not causal))
-        near = (window_of[t] <= 5) & (window_of[t] >= (0 if causal else -5))
-        windows = t // d if causal else -(-T // d)
-        expected = int(seen.sum()) + int(near.sum()) + windows + config.num_compressed_mem_kv
-        assert int(keys_read(torch.tensor([t]), T, config)) == expected, t
+    T, s, d = 41, config.selection_block_size, config.compress_block_sliding_stride
+    q = torch.zeros(1, T, config.heads, 16)
+    ck = torch.zeros(1, blocks.num_windows(T, d, causal=causal), config.kv_heads, 16)
+    ranked = reference.select_blocks(Call(q, ck=ck, q_offset=0, seq_len=T), config)[0, :, 0]
+    i, c = torch.arange(T), torch.arange(-(-T // s))
+    forced = reference.forced_blocks(i[None], c, config)[0]
+    chosen = forced | (ranked[..., None] == c).any(1)
+    behind = i[:, None] - i
+    seen = chosen.repeat_interleave(s, 1)[:, :T] & ((behind >= 0) | (not causal))
+    near = (behind <= 5) & (behind >= (0 if causal else -5))
+    windows = i // d if causal else -(-T // d)
+    expected = seen.sum(1) + near.sum(1) + windows + config.num_compressed_mem_kv
+    assert torch.equal(keys_read(i, T, config), expected)
 
 
 def test_operations_against_the_benchmarks():

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from native_sparse_attention import KVCache, PagedKVCache
-from native_sparse_attention.ops import decode
-from native_sparse_attention.ops.decode import decode_attention, workspace
+from native_sparse_attention.ops.decode import decode_attention
 from tests.helpers import budget
 from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.decoder import Decoder
@@ -206,38 +205,6 @@ def test_kernels(form, case, monkeypatch, forget_plans):
     for name, value in FORMS[form].items():
         monkeypatch.setattr(f"native_sparse_attention.kernels.decode.{name}", value)
     assert_right(torch.float32, **CASES[case])
-
-
-@kernels
-def test_operator(monkeypatch):
-    """`torch.library` knows what it writes to, and torch.compile takes it as it is, whatever the
-    rows' lengths are."""
-    tensors, settings = problem(torch.float32, T=2, memory=1, selection_stride=4, lengths=(38, 5))
-    ranking, counters = ring(settings, (2, 1), 2), workspace(2, 1, DEVICE)
-    calls = []
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            decode, "run_decode_kernels",
-            lambda config, call: calls.append(
-                ([getattr(call, n) for n in decode.READ], call.counters, call.ranking, None,
-                 config.key)
-            ),
-        )  # fmt: skip
-        decode_attention(
-            **tensors, **settings, ranking=ranking, counters=counters, backend="triton"
-        )
-    torch.library.opcheck(decode.decode, calls[0])
-
-    compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
-    for past in (0, 3, 11)[: 2 + CUDA]:
-        settings["lengths"] = torch.tensor([38, 5 + past], dtype=torch.int32, device=DEVICE)
-        outs, rankings = [], []
-        for function in (decode_attention, compiled):
-            rankings.append(ring(settings, (2, 1), 2))
-            given = dict(ranking=rankings[-1], counters=counters, backend="triton")
-            outs.append(function(**tensors, **settings, **given))
-        assert torch.equal(*outs) and torch.equal(*rankings)
-        assert not counters.any()
 
 
 @kernels
