@@ -45,18 +45,32 @@ def assert_gradients(module, out):
         assert p.grad is not None and p.grad.isfinite().all(), name
 
 
-@pytest.mark.slow(one_of=8)
+KINDS = {name: lambda settings=settings: settings for name, settings in SETTINGS.items()} | PARTS
+
+
+@pytest.mark.slow(one_of=6)
 @both
-@every
-def test_any_length(setting, causal):
-    module = layer(**SETTINGS[setting], causal=causal)
-    for length in (0, 1, 2, 3, 4, 7, 8, 9, 16, 17, 31):
-        x = normal(2, length, DIM).requires_grad_()
-        out = module(x)
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_length(kind, causal):
+    """Of padding alone, packed and without rows too."""
+    module = layer(**KINDS[kind](), causal=causal)
+
+    def check(rows, length, **call):
+        x = normal(rows, length, DIM).requires_grad_()
+        out = module(x, **call)
         assert out.shape == x.shape and out.isfinite().all()
         assert_gradients(module, out)
         assert x.grad.isfinite().all()
-    assert_gradients(module, module(normal(0, 9, DIM)))
+
+    for n in (0, 1, 2, 3, 4, 7, 8, 9, 16, 17, 31):
+        check(2, n)
+    for n in (0, 1, 21):
+        mask = torch.arange(n).expand(2, -1) >= torch.tensor([[0], [n // 2]])
+        check(2, n, mask=mask)
+        check(2, n, mask=mask & False)
+        check(0, n)
+        check(0, n, mask=mask[:0])
+        check(1, n, cu_seqlens=torch.tensor([0, n // 3, n]))
 
 
 @pytest.mark.slow(one_of=3)
@@ -253,22 +267,6 @@ def test_strides():
     """Checkpointing: test_transformer.py."""
     module, x = layer(), normal(30, 2, DIM).transpose(0, 1)
     close(step(module, x), step(module, x.contiguous()))
-
-
-@pytest.mark.slow(one_of=5)
-@both
-@pytest.mark.parametrize("part", PARTS)
-def test_parts_have_gradients(part, causal):
-    """At any length, of padding alone, packed and without rows."""
-    for settings in ({}, dict(use_diff_topk=True, attention_sinks=True)):
-        module = SparseAttention(**SIZES, **PARTS[part](), **settings, causal=causal)
-        for n in (0, 1, 21):
-            mask = torch.arange(n).expand(2, -1) >= torch.tensor([[0], [n // 2]])
-            for rows, call in (
-                (2, {}), (2, dict(mask=mask)), (2, dict(mask=mask & False)), (0, {}),
-                (0, dict(mask=mask[:0])), (1, dict(cu_seqlens=torch.tensor([0, n // 3, n]))),
-            ):  # fmt: skip
-                assert_gradients(module, module(torch.randn(rows, n, DIM), **call))
 
 
 def test_parts_are_used():

@@ -298,9 +298,6 @@ REFUSED = {
         "strategy_combine_mlp must be None": dict(ONE, strategy_combine_mlp=nn.Linear(16, 4)),
         "of at least 0, got a torch.bool": dict(num_selected_blocks=torch.tensor(True)),
         "of at least 1, got a torch.int64": dict(index_dim=torch.tensor([8])),
-        "compress_mlp must have no parameters to train": dict(
-            ONE, compress_mlp=networks.AttentionPool(8, 8)
-        ),
     },
     "index": {
         "importance='index' goes with branches without": dict(branches=("compressed", "selected")),

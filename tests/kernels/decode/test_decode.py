@@ -16,7 +16,6 @@ from tests.helpers.memory import no_sync
 from tests.helpers.sizes import sizes
 
 kernels = pytest.mark.kernels
-DTYPE = torch.float16 if CUDA else torch.float32
 SIZES = sizes(8, 4, 8, n=3, w=11)
 
 

@@ -1,11 +1,9 @@
-"""The CSR of block indices against torch's stable sort, and the memory that its chunks take."""
+"""The CSR of block indices, whole and in chunks, against torch's stable sort."""
 
 import pytest
 import torch
 
-from native_sparse_attention.kernels.common import launch
 from native_sparse_attention.kernels.selected import key_major
-from native_sparse_attention.kernels.selected.inputs import Inputs
 from tests.helpers import interpreter
 from tests.helpers.budget import DEVICE
 
@@ -89,33 +87,3 @@ def test_more_slots_than_a_split_has_pairs():
     table = key_major.CSR(block_indices, 1, 4, 1 << 14, 3, 1)
     table.write(block_indices)
     assert torch.equal(table.pairs.long(), block_indices.reshape(-1).argsort(stable=True))
-
-
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
-@pytest.mark.parametrize("T", [1, 100, 1024, 4096, 8192, 65536, 1 << 20])
-@pytest.mark.parametrize("H, K", [(32, 32), (32, 8), (14, 7), (5, 1), (6, 3)])
-def test_memory_of_chunks(H, K, T, kernel):
-    """Partial results take no more memory than they may, and chunks are no shorter than needed."""
-    n = 13
-    q, k = (torch.empty(1, T, heads, 128, device="meta") for heads in (H, K))
-    block_indices = torch.empty(1, T, K, n, dtype=torch.int32, device="meta")
-    selection = launch.Selection(block_indices, 64, 1, 2, True)
-    table = key_major.allocate(Inputs(q, k, k, selection, 0.1), kernel, H // K)
-    chunks, heads = list(table.chunks()), table.heads
-    assert sum(chunk.length for chunk in chunks) * heads == T * K
-    first = chunks[0]
-    ratio, tokens, most = launch.row(key_major.BUDGETS[kernel], H // K)
-    # tokens whose partial results, of all heads, may be kept
-    allowed = int(max(min(max(ratio * T / n, tokens), most * T / n), key_major.MIN_TOKENS))
-    assert first.length * heads <= allowed * K
-    if kernel == "forward":
-        assert heads == K
-    larger = [h for h in range(heads + 1, K + 1) if K % h == 0]
-    smaller = [h for h in range(1, heads) if K % h == 0]
-    of_tokens = len(chunks) * heads // K
-    if of_tokens == 1 and kernel == "backward":  # of more heads they would take too much
-        assert not larger or larger[0] * T > allowed * K
-    else:  # in one chunk less too; and backward fewer heads would have too few blocks
-        assert heads * T > (of_tokens - 1) * allowed * K
-        few = not smaller or smaller[-1] * -(-T // 64) < launch.ENOUGH_PROGRAMS
-        assert kernel == "forward" or few

@@ -139,7 +139,7 @@ if CUDA:
     "dtype, heads, settings", CASES, ids=lambda value: str(value).replace("torch.", "")
 )
 def test_selected(monkeypatch, dtype, heads, settings):
-    """Groups with a union and groups without in one call; twice the same, bit for bit."""
+    """Groups with a union and groups without in one call. Bits: test_same_bits.py."""
     counts, write = [], query_major.Unions.write
 
     def record(unions, selection):
@@ -180,21 +180,12 @@ def test_selected(monkeypatch, dtype, heads, settings):
 
     with launch.using({"union": RULE}):
         assert_right(op, tensors, dtype)
-        assert "True" in str(counts) and "False" in str(counts)
-        runs = []
-        for _ in range(2 if CUDA or not settings else 0):
-            leaves = [t.detach().requires_grad_() for t in tensors.values()]
-            out, lse = op(*leaves, backend="triton")
-            # the interpreter takes its time
-            grads = torch.autograd.grad(out.square().sum(), leaves) if CUDA else ()
-            runs.append([out, lse, *grads])
-    assert all(torch.equal(a, b) for a, b in zip(*runs))
+    assert "True" in str(counts) and "False" in str(counts)
 
 
 @pytest.mark.parametrize("n, T, blocks", [(5, 37, 40), (1, 8, 3), (13, 19, 13)])
 def test_unions_in_chunks(n, T, blocks):
-    """All blocks of 8 neighbours, each once, with those that chose it; in an order in which fewer
-    blocks of a chunk have a member in common than in the order of blocks."""
+    """All blocks of 8 neighbours, each once, with those that chose it."""
     B, R = 2, 2
     lists = torch.full((B, T, R, n), -1, dtype=torch.int32)
     for b, t, r in itertools.product(range(B), range(T), range(R)):
@@ -204,15 +195,6 @@ def test_unions_in_chunks(n, T, blocks):
     unions = query_major.allocate(selection, 8, min(8 * n, blocks))
     unions.write(selection)
 
-    def conflicts(members):
-        size = query_major.CHUNK
-        chunks = [members[i : i + size] for i in range(0, len(members), size)]
-        return sum((a & b) > 0 for some in chunks for a, b in itertools.combinations(some, 2))
-
-    ordered, by_block = 0, 0
     for place, members in expected(selection, UnionRule(8, 0.0, min_groups=0)).items():
         entries = unions.blocks[place][: unions.counts[place]].tolist()
         assert sorted((e & 0xFFFFFFFF, e >> 32) for e in entries) == sorted(members.items())
-        ordered += conflicts([e >> 32 for e in entries])
-        by_block += conflicts([members[c] for c in sorted(members)])
-    assert ordered <= by_block
