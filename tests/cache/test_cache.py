@@ -242,7 +242,6 @@ def test_bad_arguments():
          "cache holds k of 2 heads x 8, got 4 x 8"),
         (lambda: layer(dtype=torch.float32)(torch.randn(2, 1, DIM), cache=cache),
          "cache holds k in torch.float64 on cpu, got torch.float32"),
-        (lambda: cache.count([1]), "cache holds 2 rows but the input has 1"),
         (lambda: PagedKVCache(8, 9, 2, 48).reserve([1, 1]), "cache has no pages to reserve before"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -409,8 +408,6 @@ def test_the_same_layer_in_other_clothes():
     for duplicate in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
         other, held = duplicate((module, cache))
         close(other(x[:, 9:], cache=held), expected)
-        with pytest.raises(ValueError, match="another layer"):
-            module(x[:, :1], cache=held)
     # a pickled cache alone: for the next layer of its geometry
     held = pickle.loads(pickle.dumps(cache))
     close(pickle.loads(pickle.dumps(module))(x[:, 9:], cache=held), expected)

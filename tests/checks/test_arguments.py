@@ -237,6 +237,7 @@ GIVEN = dict(importance="given")
 LISTS = dict(inp=X, block_indices=torch.zeros(B, T, 1, 1, dtype=torch.int32))
 PACKED, IDS = torch.tensor([0, T]), torch.zeros(B, T, dtype=torch.long)
 NINE = torch.ones(9, dtype=torch.bool)
+ROW = X[:1].unflatten(2, (2, 8))
 # calls beside those above
 BASES = CALLS | {
     "two-sided": (SparseAttention(**LAYER | dict(causal=False)), dict(inp=X)),
@@ -244,19 +245,15 @@ BASES = CALLS | {
     "index config": (nsa.NSAConfig, LAYER | INDEX),
     "index layer": (SparseAttention(**LAYER | INDEX), dict(inp=X)),
     "a row": (SparseAttention(**LAYER), dict(inp=X[:1])),
-    "one row": (
-        nsa.sliding_window_attention,
-        dict(q=X[:1].unflatten(2, (2, 8)), sliding_window_size=2)
-        | dict.fromkeys("kv", X[:1].unflatten(2, (2, 8))),
-    ),
+    "one row": (nsa.sliding_window_attention, dict.fromkeys("qkv", ROW) | dict(
+        sliding_window_size=2
+    )),
     "own rankings": (
         nsa.native_sparse_attention, SINGLE | dict(query_heads_share_selected_kv=False)
     ),
-    "windows": (
-        nsa.compressed_attention,
-        dict(q=X[:1].unflatten(2, (2, 8)), compress_block_sliding_stride=4)
-        | dict.fromkeys(("ck", "cv"), X[:1, :2].unflatten(2, (2, 8))),
-    ),
+    "windows": (nsa.compressed_attention, dict(
+        q=ROW, ck=ROW[:, :2], cv=ROW[:, :2], compress_block_sliding_stride=4
+    )),
     "conv": (networks.ConvLinearCompress(2, 4, 4), dict(kv=torch.zeros(1, 2, 3, 6, 4))),
     "kv": (networks.CompressTransformer(1, 8, 2), dict(kv=torch.randn(1, 3, 2, 5, 4))),
     "stages": (nsa.NSAConfig, LAYER | ROTATED | dict(num_local_blocks=4, num_selected_groups=2)),

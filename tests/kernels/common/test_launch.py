@@ -1,4 +1,5 @@
-"""Launch parameters are data: each architecture has a row for every kernel and size."""
+"""Launch parameters are data: each architecture has a row for every kernel and size; grids, and
+launches beside each other."""
 
 import contextlib
 import functools
@@ -10,7 +11,7 @@ import torch
 
 from native_sparse_attention import BlockSizes
 from native_sparse_attention.kernels import rotary
-from native_sparse_attention.kernels.common import launch
+from native_sparse_attention.kernels.common import launch, streams
 from native_sparse_attention.kernels.common import primitives as device
 from native_sparse_attention.kernels.common import tile_configs as tiles
 from native_sparse_attention.kernels.decode import kv_cache
@@ -131,6 +132,28 @@ def test_more_rows_than_fit_along_an_axis():
     assert all(found.isfinite().all() for found in layer(rows, 12, 2, 1))
     assert all(found.isfinite().all() for found in layer(rows, 12, 10, 1, importance="probs"))
     assert all(found.isfinite().all() for found in written(rows, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own_stream", (False, True))
+def test_waits_at_both_ends(own_stream):
+    """What is launched within sees what was launched before, and what is launched after the end
+    sees it, with no wait of the host."""
+    device, cycles = torch.device("cuda", torch.cuda.current_device()), 20_000_000
+    with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.current_stream()):
+        first = torch.cuda.current_stream()
+        x, y = (torch.zeros(1 << 20, device=device) for _ in range(2))
+        torch.cuda._sleep(cycles)
+        x.fill_(1.0)
+        with streams.forked(device) as beside:
+            with beside:
+                assert torch.cuda.current_stream() != first
+                torch.cuda._sleep(cycles)
+                y.copy_(x)
+            x.mul_(1.0)
+        y += 1.0
+    torch.cuda.synchronize()
+    assert (y == 2.0).all()
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from native_sparse_attention import KVCache, PagedKVCache
+from native_sparse_attention.kernels.decode import kv_cache
 from native_sparse_attention.ops.decode import decode_attention
 from tests.helpers import budget
 from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.decoder import Decoder
 from tests.helpers.layers import DIM, SETTINGS, layer
 from tests.helpers.memory import no_sync
+from tests.helpers.processes import python
 from tests.helpers.sizes import sizes
 
 kernels = pytest.mark.kernels
@@ -312,3 +314,37 @@ def test_a_step_waits_for_nothing():
             with no_sync():
                 for i in range(36, 60):
                     module(x[:, i : i + 1], cache=cache)
+
+
+# lengths of a fixed cache in a compiled step, which a GPU checks as it reads them
+
+HELD = [3, 0, 8, 5] * 50  # more than one program
+TOO_MANY = {
+    "full": ([*HELD[:199], 9], None),
+    "more than there are": ([0, 0], [2, 5]),
+    "negative": ([5, 5], [2, -1]),
+}
+
+
+def cache_starts(lengths, counts):
+    counts = None if counts is None else torch.tensor(counts, device=DEVICE)
+    return kv_cache.starts(torch.tensor(lengths, device=DEVICE).int(), counts, 4, 12)
+
+
+@kernels
+@pytest.mark.parametrize("counts", [None, [4, 0, 4, 1] * 50])
+def test_lengths_of_new_tokens_that_fit(counts):
+    int64 = cache_starts(HELD, counts)
+    assert int64.dtype == torch.int64 and int64.tolist() == HELD
+
+
+@kernels
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TOO_MANY)
+def test_tokens_that_do_not_fit(case):
+    """A process cannot go on after an assertion."""
+    code = "import torch; from tests.kernels.decode.test_decode import TOO_MANY, cache_starts; "
+    code += f"cache_starts(*TOO_MANY[{case!r}]); torch.cuda.synchronize()"
+    done = python("-c", code)
+    assert done.returncode != 0
+    assert "cache is full, or lengths are not between 0 and n" in done.stderr
