@@ -263,12 +263,6 @@ def test_a_layer_without_memory_keeps_its_name_in_checkpoints():
     module.load_state_dict(saved, strict=True)
 
 
-def test_strides():
-    """Checkpointing: test_transformer.py."""
-    module, x = layer(), normal(30, 2, DIM).transpose(0, 1)
-    close(step(module, x), step(module, x.contiguous()))
-
-
 def test_parts_are_used():
     rotary = RotaryEmbedding(8, learned_freq=True)
     module, x = layer(**PARTS["mean"](), **PARTS["gate"](), rotary_emb=rotary), normal(1, 30, DIM)

@@ -420,10 +420,16 @@ def test_the_same_layer_in_other_clothes():
 
 CUTS = list(itertools.pairwise((0, 11, 12, 25)))
 SPARSE = dict(attention_sinks=True)
+NEED_NO_PAST = ["sinks", "compress_mem_kv", "to_strategy_combine", "combine_heads"]
 TRAINED = [
-    "sinks", "compress_mem_kv", "to_strategy_combine", "k_intrablock_positions", "v_compress",
-    "k_compress", "combine_heads", "norm", "to_qkv", "",
-]  # fmt: skip
+    *NEED_NO_PAST,
+    "k_intrablock_positions",
+    "v_compress",
+    "k_compress",
+    "norm",
+    "to_qkv",
+    "",
+]
 CASES = [("default", name) for name in TRAINED]
 CASES += itertools.product(
     ["shared rankings", "independent", "diff top-k", "probs"], ["sinks", "v_compress"]
@@ -451,6 +457,8 @@ def equal(actual, expected):
 @caches
 @pytest.mark.parametrize("setting, name", CASES)
 def test_whatever_is_trained(setting, name, make):
+    """The gradient of all chunks is the sum of each chunk's over a past held fixed; and that of one
+    forward where the past needs none."""
     module = LAYERS["dense"]() if setting == "dense" else layer(**SETTINGS[setting], **SPARSE)
     x, cache, params = normal(2, 25, DIM), make(), train(module, name)
     actual = gradients([module(x[:, a:b], cache=cache) for a, b in CUTS], params)
@@ -464,6 +472,8 @@ def test_whatever_is_trained(setting, name, make):
         sums = list(map(torch.add, grads, sums))
     assert any(grad.abs().max() > 0 for grad in actual)
     equal(actual, sums)
+    if name in NEED_NO_PAST:
+        equal(actual, gradients([module(x)], params))
 
 
 @caches
@@ -484,14 +494,3 @@ def test_tokens_of_a_later_call(make):
         grads.append(gradients(outs, [*module.parameters(), padded]))
         assert (grads[-1][-1][0, 3:] == 0).all()
     torch.testing.assert_close(*grads, atol=0.0, rtol=0.0)
-
-
-@pytest.mark.parametrize("name", ["sinks", "compress_mem_kv", "to_strategy_combine", "combine_h"])
-def test_a_past_that_needs_no_gradient(name):
-    """Then nothing is lost: it is the gradient of one forward."""
-    module, x = layer(**SPARSE), normal(2, 25, DIM)
-    params, cache, expected = train(module, name), KVCache(), module(x)
-    equal(
-        gradients([module(x[:, a:b], cache=cache) for a, b in CUTS], params),
-        gradients([expected], params),
-    )

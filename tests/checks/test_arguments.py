@@ -458,9 +458,6 @@ REFUSED = {
     },
     "chunked": {
         "mask must broadcast to [B H T S] = [2, 4, 16, 16], got [9]": dict(mask=NINE),
-        "what mask_mod returns must be bool on cpu, got a torch.int64": dict(
-            mask_mod=lambda b, h, i, j: i + j
-        ),
         "what mask_mod returns must broadcast to [b h i j]": dict(mask_mod=lambda *_: NINE),
         "what mask_mod returns must be a tensor, got None": dict(mask_mod=lambda *_: None),
         "for T=5 and S=16": dict(q=torch.zeros(B, 5, H, D), segment_ids=IDS[:, :5]),

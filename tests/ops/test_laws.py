@@ -315,23 +315,6 @@ def test_a_query_that_sees_nothing(backend, dtype):
         close(with_sinks, out.float() * (lse - sinks).sigmoid()[..., None])
 
 
-@pytest.mark.parametrize("branch", LAYERS)
-@backends
-def test_diff_topk_changes_gradients_alone(branch, backend, dtype):
-    if backend == "flex":
-        pytest.skip("flex_attention has no differentiable top-k")
-    place = (LENGTH, LENGTH)
-    call, found = draw(branch, dtype, place=place, batch=BATCH, num_selected_blocks=N), []
-    for gated in (False, True):
-        call.settings["use_diff_topk"] = gated
-        out = run(call, backend)[0]
-        found.append((out, gradients(call, backend, torch.ones_like(out))))
-    (out, grads), (gated_out, gated) = found
-    close(gated_out, out)
-    at = list(call.tensors).index("ck")
-    assert (gated[at] - grads[at]).abs().max() > 1e-4 * max(1.0, grads[at].abs().max().item())
-
-
 @pytest.mark.parametrize("rule", selections.RULES)
 @backends
 def test_a_group_has_the_ranking_of_its_first_token(backend, dtype, rule):

@@ -51,9 +51,3 @@ def test_in_place():
         assert dk.data_ptr() == first[0].data_ptr() and dv.data_ptr() == first[1].data_ptr()
     _, other = reduce.reduce_partials([first, *others], k, v, torch.float16)
     assert other.data_ptr() != first[1].data_ptr()
-
-
-def test_no_keys():
-    k, v, [(dk, dv)] = draw(2, 2, 16, 16, (1, 0))
-    dk, dv = reduce.reduce_partials([(dk, dv)], k[:, :0], v[:, :0], torch.bfloat16)
-    assert dk.shape == (2, 0, 2, 16) and dk.dtype == dv.dtype == torch.bfloat16
