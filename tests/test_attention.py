@@ -20,10 +20,7 @@ from tests.helpers.layers import DIM, PARTS, SETTINGS, SIZES, close, layer, norm
 every = pytest.mark.parametrize("setting", SETTINGS)
 both = pytest.mark.parametrize("causal", [True, False])
 DOCUMENTS = [13, 0, 1, 32, 5]
-
-
-def bounds(lengths=DOCUMENTS):
-    return torch.tensor([0, *lengths]).cumsum(0)
+BOUNDS = torch.tensor([0, *DOCUMENTS]).cumsum(0)
 
 
 def trained(module):
@@ -97,7 +94,7 @@ def test_rows_padding_and_documents(setting, causal):
     weight, results = torch.randn_like(x), []
     alone = torch.cat([module(t) for t in x.split(DOCUMENTS, 1)], 1)
     ids = torch.repeat_interleave(torch.arange(5), torch.tensor(DOCUMENTS))[None]
-    for out in (alone, module(x, cu_seqlens=bounds())):
+    for out in (alone, module(x, cu_seqlens=BOUNDS)):
         wanted = [x, *trained(module).values()]
         grads = torch.autograd.grad((out * weight).sum(), wanted, materialize_grads=True)
         results.append([out, *grads])
@@ -109,11 +106,11 @@ def test_rows_padding_and_documents(setting, causal):
 def test_aligned_documents(causal):
     """What lies between documents reaches nobody."""
     module, x = layer(causal=causal), normal(1, sum(DOCUMENTS), DIM)
-    layout = varlen.layout((1, x.shape[1]), x.device, module.config.alignment, cu_seqlens=bounds())
+    layout = varlen.layout((1, x.shape[1]), x.device, module.config.alignment, cu_seqlens=BOUNDS)
     rows = layout.spread(x)
     rows = torch.where((layout.source < 0)[..., None], torch.randn_like(rows) * 9, rows)
     out = layout.collect(module(rows, documents=layout.documents))
-    close(out, module(x, cu_seqlens=bounds()))
+    close(out, module(x, cu_seqlens=BOUNDS))
 
 
 def test_no_tokens_at_all():

@@ -24,96 +24,86 @@ LAYER = dict(
 )
 MODEL = dict(num_tokens=32, dim=16, depth=1, dim_head=8, heads=2)
 
-
-def tensors():
-    q, k, v = torch.randn(B, T, H, D), torch.randn(B, T, K, D), torch.randn(B, T, K, D)
-    ck, cv = torch.randn(B, 4, K, D), torch.randn(B, 4, K, D)
-    return q, k, v, ck, cv
-
-
-def calls():
-    """Name: (function, a good call of it)."""
-    q, k, v, ck, cv = tensors()
-    qkv = dict(q=q, k=k, v=v)
-    gates = torch.rand(B, T, H, 3)
-    indices = torch.zeros(B, T, K, 2, dtype=torch.int32)
-    square = torch.randn(B, H, T, D)
-    layer, model = SparseAttention(**LAYER), Transformer(**MODEL, use_sparse_attn=True)
-    ids = torch.randint(0, 32, (B, T))
-    whole = dict(**qkv, ck=ck, cv=cv, branch_gates=gates, sliding_window_size=4, **SELECTION)
-    compressed = dict(q=q, ck=ck, cv=cv, compress_block_sliding_stride=4)
-    selected = dict(**qkv, block_indices=indices, selection_block_size=8)
-    step = whole | dict(q=q[:, :1], branch_gates=gates[:, :1], lengths=torch.tensor([5, 9]))
-    grouped = torch.randn(B, K, 2, T, D)
-    blocks = dict(block_q=4, block_kv=4)
-    paged = dict(page_size=8, num_pages=9, batch=2, max_length=32)
-    canvas = dict(canvas_height=4, canvas_width=4, kernel_height=3)
-    window = dict(dim_head=2, compress_window_size=2)
-    return {
-        "SparseAttention": (SparseAttention, LAYER),
-        "Transformer": (Transformer, MODEL),
-        "KVCache": (KVCache, {}),
-        "PagedKVCache": (nsa.PagedKVCache, paged),
-        "layer": (layer.forward, dict(inp=torch.randn(B, T, 16))),
-        "model": (model.forward, dict(ids=ids)),
-        "stream": (model.stream, dict(prompt=ids, seq_len=T + 1)),
-        "new_cache": (model.new_cache, paged),
-        "compressed": (nsa.compressed_attention, compressed),
-        "selected": (nsa.selected_attention, selected),
-        "window": (nsa.sliding_window_attention, dict(**qkv, sliding_window_size=4)),
-        "select": (nsa.select_blocks, dict(q=q, ck=ck, **SELECTION)),
-        "whole": (nsa.native_sparse_attention, whole),
-        "decode": (nsa.decode_attention, step),
-        "chunked": (nsa.chunked_attention, qkv),
-        "block_masked": (nsa.block_masked_attention, dict(
-            q=grouped, k=grouped[:, :, 0], v=grouped[:, :, 0], segment_ids=None,
-            mask=torch.ones(T, T), mask_value=-1e30, **blocks,
-        )),
-        "mask_blocker": (nsa.mask_blocker, dict(mask=torch.ones(T, T), **blocks)),
-        "mha": (nsa.mha_reference, dict(q=square, k=square, v=square)),
-        "mha backward": (nsa.mha_reference_bwd, dict(
-            dict.fromkeys(("q", "k", "v", "o", "do"), square), ab=None, segment_ids=None,
-            **dict.fromkeys("lm", square[..., 0]),
-        )),
-        "create_sliding_mask": (masks.create_sliding_mask, dict(seq_len=16, window_size=4)),
-        "create_fine_mask": (masks.create_fine_mask, dict(seq_len=16, fine_block_size=4)),
-        "create_compress_mask": (masks.create_compress_mask, dict(
-            seq_len=16, kv_seq_len=4, compress_block_sliding_stride=4
-        )),
-        "sliding_mask_mod": (masks.sliding_mask_mod, dict(window_size=4)),
-        "compress_mask_mod": (masks.compress_mask_mod, dict(stride=4)),
-        "selected_mask_mod": (masks.selected_mask_mod, dict(
-            membership=torch.ones(1, 2, 16, 5, dtype=torch.bool), block_size=4
-        )),
-        "block_mask_of": (masks.block_mask_of, dict(mask_mod=masks.causal, q_len=16, kv_len=16)),
-        "sliding_window": (masks.sliding_window, dict(window=4)),
-        "dilated_window": (masks.dilated_window, dict(window=4, dilation=2)),
-        "prefix_lm": (masks.prefix_lm, dict(prefix_length=4)),
-        "sasa": (masks.sasa, canvas),
-        "natten": (masks.natten, canvas),
-        "document": (masks.document, dict(offsets=torch.tensor([0, 4, 16]))),
-        "dense": (masks.dense_attention, dict(q=square, k=square, v=square)),
-        "soft_cap": (masks.soft_cap, dict(cap=2.0)),
-        "alibi": (masks.alibi, dict(num_heads=4)),
-        "dense layer": (Attention(16, 8, 2).forward, dict(x=torch.randn(B, T, 16))),
-        "preset": (nsa.NSAConfig.preset, dict(name="paper", dim=32, dim_head=16, heads=4)),
-        "nsa_cost": (nsa.nsa_cost, dict(config=nsa.NSAConfig(**LAYER), T=8)),
-        "warmup": (nsa.warmup, dict(config=nsa.NSAConfig(**LAYER))),
-        "below_or_on_diag": (nsa.below_or_on_diag, dict(r=0, r_blk_size=4, c=0, c_blk_size=4)),
-        "byte_texts": (view.byte_texts, dict(data=b"")),
-        "MLP": (networks.default_compress_mlp, window),
-        "SumPool": (networks.SumPool, dict(dim_head=2)),
-        "AttentionPool": (networks.AttentionPool, window),
-        "ConvLinearCompress": (networks.ConvLinearCompress, window | dict(heads=1)),
-        "GroupedMLP": (networks.GroupedMLP, window | dict(heads=1)),
-        "SingleProjection": (networks.SingleProjection, window),
-        "CompressTransformer": (
-            networks.CompressTransformer, dict(num_layers=1, dim=4, num_heads=2)
-        ),
-    }  # fmt: skip
-
-
-CALLS = calls()
+q, k, v = torch.randn(B, T, H, D), torch.randn(B, T, K, D), torch.randn(B, T, K, D)
+ck, cv = torch.randn(B, 4, K, D), torch.randn(B, 4, K, D)
+qkv = dict(q=q, k=k, v=v)
+gates = torch.rand(B, T, H, 3)
+indices = torch.zeros(B, T, K, 2, dtype=torch.int32)
+square = torch.randn(B, H, T, D)
+layer, model = SparseAttention(**LAYER), Transformer(**MODEL, use_sparse_attn=True)
+ids = torch.randint(0, 32, (B, T))
+whole = dict(**qkv, ck=ck, cv=cv, branch_gates=gates, sliding_window_size=4, **SELECTION)
+compressed = dict(q=q, ck=ck, cv=cv, compress_block_sliding_stride=4)
+selected = dict(**qkv, block_indices=indices, selection_block_size=8)
+step = whole | dict(q=q[:, :1], branch_gates=gates[:, :1], lengths=torch.tensor([5, 9]))
+grouped = torch.randn(B, K, 2, T, D)
+blocks = dict(block_q=4, block_kv=4)
+paged = dict(page_size=8, num_pages=9, batch=2, max_length=32)
+canvas = dict(canvas_height=4, canvas_width=4, kernel_height=3)
+window = dict(dim_head=2, compress_window_size=2)
+# name: (function, a good call of it)
+CALLS = {
+    "SparseAttention": (SparseAttention, LAYER),
+    "Transformer": (Transformer, MODEL),
+    "KVCache": (KVCache, {}),
+    "PagedKVCache": (nsa.PagedKVCache, paged),
+    "layer": (layer.forward, dict(inp=torch.randn(B, T, 16))),
+    "model": (model.forward, dict(ids=ids)),
+    "stream": (model.stream, dict(prompt=ids, seq_len=T + 1)),
+    "new_cache": (model.new_cache, paged),
+    "compressed": (nsa.compressed_attention, compressed),
+    "selected": (nsa.selected_attention, selected),
+    "window": (nsa.sliding_window_attention, dict(**qkv, sliding_window_size=4)),
+    "select": (nsa.select_blocks, dict(q=q, ck=ck, **SELECTION)),
+    "whole": (nsa.native_sparse_attention, whole),
+    "decode": (nsa.decode_attention, step),
+    "chunked": (nsa.chunked_attention, qkv),
+    "block_masked": (nsa.block_masked_attention, dict(
+        q=grouped, k=grouped[:, :, 0], v=grouped[:, :, 0], segment_ids=None,
+        mask=torch.ones(T, T), mask_value=-1e30, **blocks,
+    )),
+    "mask_blocker": (nsa.mask_blocker, dict(mask=torch.ones(T, T), **blocks)),
+    "mha": (nsa.mha_reference, dict(q=square, k=square, v=square)),
+    "mha backward": (nsa.mha_reference_bwd, dict(
+        dict.fromkeys(("q", "k", "v", "o", "do"), square), ab=None, segment_ids=None,
+        **dict.fromkeys("lm", square[..., 0]),
+    )),
+    "create_sliding_mask": (masks.create_sliding_mask, dict(seq_len=16, window_size=4)),
+    "create_fine_mask": (masks.create_fine_mask, dict(seq_len=16, fine_block_size=4)),
+    "create_compress_mask": (masks.create_compress_mask, dict(
+        seq_len=16, kv_seq_len=4, compress_block_sliding_stride=4
+    )),
+    "sliding_mask_mod": (masks.sliding_mask_mod, dict(window_size=4)),
+    "compress_mask_mod": (masks.compress_mask_mod, dict(stride=4)),
+    "selected_mask_mod": (masks.selected_mask_mod, dict(
+        membership=torch.ones(1, 2, 16, 5, dtype=torch.bool), block_size=4
+    )),
+    "block_mask_of": (masks.block_mask_of, dict(mask_mod=masks.causal, q_len=16, kv_len=16)),
+    "sliding_window": (masks.sliding_window, dict(window=4)),
+    "dilated_window": (masks.dilated_window, dict(window=4, dilation=2)),
+    "prefix_lm": (masks.prefix_lm, dict(prefix_length=4)),
+    "sasa": (masks.sasa, canvas),
+    "natten": (masks.natten, canvas),
+    "document": (masks.document, dict(offsets=torch.tensor([0, 4, 16]))),
+    "dense": (masks.dense_attention, dict(q=square, k=square, v=square)),
+    "soft_cap": (masks.soft_cap, dict(cap=2.0)),
+    "alibi": (masks.alibi, dict(num_heads=4)),
+    "dense layer": (Attention(16, 8, 2).forward, dict(x=torch.randn(B, T, 16))),
+    "preset": (nsa.NSAConfig.preset, dict(name="paper", dim=32, dim_head=16, heads=4)),
+    "nsa_cost": (nsa.nsa_cost, dict(config=nsa.NSAConfig(**LAYER), T=8)),
+    "warmup": (nsa.warmup, dict(config=nsa.NSAConfig(**LAYER))),
+    "below_or_on_diag": (nsa.below_or_on_diag, dict(r=0, r_blk_size=4, c=0, c_blk_size=4)),
+    "byte_texts": (view.byte_texts, dict(data=b"")),
+    "MLP": (networks.default_compress_mlp, window),
+    "SumPool": (networks.SumPool, dict(dim_head=2)),
+    "AttentionPool": (networks.AttentionPool, window),
+    "ConvLinearCompress": (networks.ConvLinearCompress, window | dict(heads=1)),
+    "GroupedMLP": (networks.GroupedMLP, window | dict(heads=1)),
+    "SingleProjection": (networks.SingleProjection, window),
+    "CompressTransformer": (
+        networks.CompressTransformer, dict(num_layers=1, dim=4, num_heads=2)
+    ),
+}  # fmt: skip
 TYPES = {"int": (None, "8", 1.5, True, -1, 2**40, 2**70, [8]), "bool": ("False", 2, None, [True])}
 NUMBERS = ("1", True, float("nan"), float("inf"), 1j, [1.0], torch.ones(()))
 FACTORS = {
@@ -177,7 +167,6 @@ def test_integers_of_any_type(kind):
     x = torch.randn(1, 20, 16)
     torch.testing.assert_close(other(x), plain(x))
     assert type(KVCache(max_length=kind(8)).max_length) is int
-    q, k, v, *_ = tensors()
     torch.testing.assert_close(
         nsa.sliding_window_attention(q, k, v, sliding_window_size=kind(3), q_offset=kind(0)),
         nsa.sliding_window_attention(q, k, v, sliding_window_size=3),
@@ -223,14 +212,13 @@ def test_networks_of_other_widths(settings):
 
 
 def test_unexpected_keywords():
-    q, k, v, *_ = tensors()
     for kind in (ValueError, TypeError):
         with pytest.raises(kind, match="did you mean soft_cap"):
             nsa.sliding_window_attention(q, k, v, sliding_window_size=3, softcap=1.0)
 
 
 ONE = dict(branches=("selected",))
-SINGLE = ONE | {n: v for n, v in CALLS["whole"][1].items() if n not in ("cv", "branch_gates")}
+SINGLE = ONE | {n: t for n, t in whole.items() if n not in ("cv", "branch_gates")}
 INDEX = dict(ONE, importance="index")
 ROTATED = dict(ONE, importance="max", rank_rotated=True)
 GIVEN = dict(importance="given")
@@ -408,7 +396,7 @@ REFUSED = {
         "num_selected_groups=0, got 2": dict(num_selected_groups=2, num_local_blocks=4),
         "without 'compressed'": dict(branches=("compressed", "selected"), rank_rotated=False),
     },
-    "stages layer": {"cq must be None with num_selected_groups": dict(cq=CALLS["whole"][1]["q"])},
+    "stages layer": {"cq must be None with num_selected_groups": dict(cq=q)},
     "given": {
         "one of [1, 2, 4], slo": dict(block_indices=torch.zeros(B, T, 3, 1, dtype=torch.int32)),
         "block_indices must be int32 or int64": dict(block_indices=torch.zeros(B, T, 1, 1)),
@@ -419,10 +407,10 @@ REFUSED = {
     "top_k": {"must be None with use_diff_topk=True": {}},
     "own rankings": {
         "returns must be a BlockMask": dict(fine_selection_flex_mask=lambda *a, **b: None),
-        "cv must be None with branches": dict(cv=CALLS["whole"][1]["cv"]),
+        "cv must be None with branches": dict(cv=cv),
         "mem_k must be None with branches": dict(mem_k=torch.zeros(K, 1, D)),
         "branch_gates must be None with branches": dict(branch_gates=torch.zeros(B, T, H, 3)),
-        "window_k must be None with branches": dict(window_k=CALLS["whole"][1]["k"]),
+        "window_k must be None with branches": dict(window_k=k),
         "cq has H=2 but q has H=4": dict(cq=torch.zeros(B, T, K, 5), ck=torch.zeros(B, 4, K, 5)),
     },
     "window": {
@@ -441,11 +429,10 @@ REFUSED = {
         ),
         "lengths has B=3 but q has B=2": dict(lengths=IDS[0, :3]),
         "counts must be int32 or int64": dict(counts=IDS[:, 0].bool()),
-        "ck has B=1 but q has B=2": dict(ck=CALLS["whole"][1]["ck"][:1]),
-        "window_k and window_v go together": dict(window_k=CALLS["whole"][1]["k"]),
+        "ck has B=1 but q has B=2": dict(ck=ck[:1]),
+        "window_k and window_v go together": dict(window_k=k),
         "ck must hold N / d = 4": dict(
-            page_table=torch.zeros(B, 4, dtype=torch.int32),
-            **{name: CALLS["whole"][1][name][:, :3] for name in ("ck", "cv")},
+            page_table=torch.zeros(B, 4, dtype=torch.int32), ck=ck[:, :3], cv=cv[:, :3]
         ),
         "counters must be int32 of shape [2, 2, 8] on": dict(counters=torch.zeros(B, 1, 8).int()),
     },

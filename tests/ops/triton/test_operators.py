@@ -48,10 +48,6 @@ def every_other(t):
     return torch.stack((t, torch.randn_like(t)), 2)[:, :, 0]
 
 
-def leaf(*shape):
-    return torch.rand(shape, device=DEVICE, requires_grad=True)
-
-
 def call_of(branch, lie=heads_first, **settings):
     """A call of few tokens, whose tensors are leaves that `lie` lays out."""
     settings = dict(place=(T, T), heads=(4, 2, 16, 16), batch=1) | settings
@@ -73,7 +69,8 @@ def ranked(lie=heads_first):
 
 def rotated():
     rotary = Rotary(16).to(DEVICE)
-    heads = [leaf(1, 12, n, 16).transpose(1, 2) for n in (4, 2)]
+    heads = [torch.rand(1, 12, n, 16, device=DEVICE, requires_grad=True) for n in (4, 2)]
+    heads = [t.transpose(1, 2) for t in heads]
     return rotate(rotary, heads, torch.tensor([3], device=DEVICE), None, "triton")[0]
 
 
