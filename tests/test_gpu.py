@@ -1,5 +1,5 @@
-"""On a CUDA device, over what `auto` chooses there: decoding, no waits for the host, training, and
-very long sequences. On the second of two GPUs a layer is what it is on the first, whichever is the
+"""On a CUDA device, over what `auto` chooses there: no waits for the host, training, and very long
+sequences. On the second of two GPUs a layer is what it is on the first, whichever is the
 current one."""
 
 import copy
@@ -13,8 +13,7 @@ import native_sparse_attention as nsa
 from native_sparse_attention import KVCache, PagedKVCache, SparseAttention, Transformer
 from tests.helpers.budget import assert_right
 from tests.helpers.calls import Call, under_selection
-from tests.helpers.decoder import CACHES, Decoder
-from tests.helpers.layers import DIM, SETTINGS, layer
+from tests.helpers.layers import DIM, layer
 from tests.helpers.memory import no_sync
 from tests.helpers.processes import printed, python
 from tests.helpers.sizes import sizes
@@ -26,19 +25,6 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 WIDE = dict(dim_head=16)
 KERNELS = sizes(32, 16, 64, n=4, w=63)
 RANKINGS = [{}, dict(use_diff_topk=True), dict(selection_stride=4), dict(importance="probs")]
-
-
-@pytest.mark.parametrize("make", CACHES.values(), ids=list(CACHES))
-@pytest.mark.parametrize("setting", ["default", "shared rankings"])
-def test_decoding(setting, make):
-    module = layer(torch.float32, **WIDE | SETTINGS[setting]).cuda()
-    decoder = Decoder(module, torch.randn(3, 50, DIM).cuda(), make(3), tol=1e-4)
-    decoder.step(30, 11, 4)
-    decoder.step(1, times=2)
-    decoder.step(9, 17, 2)
-    decoder.step(1)
-    on_cpu = decoder.cache.clone().to("cpu")
-    assert on_cpu.device == torch.device("cpu") and decoder.cache.device.type == "cuda"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ CASES = [
     (3, 5, 6, 2, 3, 1, 2, 5, 1),
     (1, 900, 2, 5, 1, 40, 64, 900, 1),
     (1, 700, 2, 5, 2, 300, 64, 300, 2),
+    (1, 3, 1, key_major.SPLIT_PAIRS + 8, 1, 4, 1 << 14, 3, 1),
     pytest.param((1, 65536, 4, 13, 4, 1024, 1024, 65536, 4), marks=pytest.mark.gpu),
     pytest.param((1, 8192, 32, 13, 32, 128, 16384, 2048, 32), marks=pytest.mark.gpu),
     pytest.param((1, 8192, 32, 13, 32, 128, 16384, 8192, 8), marks=pytest.mark.gpu),
@@ -73,11 +74,3 @@ def test_pairs_and_work_tiles(case):
         assert torch.equal(work_tiles.unique(dim=0), torch.stack((owners, numbers), 1))
         several = torch.where(num_tiles > 1, num_tiles, 0)
         assert torch.equal(partial_offsets.diff().long(), several)
-
-
-def test_more_slots_than_a_split_has_pairs():
-    slots = torch.arange(key_major.SPLIT_PAIRS + 8, device=DEVICE, dtype=torch.int32) % 4
-    block_indices = slots.expand(1, 3, 1, -1).contiguous()
-    table = key_major.CSR(block_indices, 1, 4, 1 << 14, 3, 1)
-    table.write(block_indices)
-    assert torch.equal(table.pairs.long(), block_indices.reshape(-1).argsort(stable=True))
