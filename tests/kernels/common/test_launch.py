@@ -9,10 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from native_sparse_attention import BlockSizes
 from native_sparse_attention.kernels import rotary
 from native_sparse_attention.kernels.common import launch, streams
-from native_sparse_attention.kernels.common import primitives as device
 from native_sparse_attention.kernels.common import tile_configs as tiles
 from native_sparse_attention.kernels.decode import kv_cache
 from tests.helpers.budget import DEVICE
@@ -171,102 +169,3 @@ def test_hopper_kernels_run_with_known_versions_of_triton(
     is_unknown = version in ("3.5.1", "3.10.0")
     with warned if is_unknown else contextlib.nullcontext():
         assert launch.supports_gluon(q) == is_supported
-
-
-# a call that each of a Hopper's kernels serves, and what calls of it these serve too, and do not
-CALL = dict(
-    T=512, S=512, H=16, K=1, D=128, E=128, s=64, n=13, stride=1, local=2, causal=True, scale=0.1,
-    dtype=torch.bfloat16, soft_cap=None, allowed=True, padding=0, step=1, gated=False, sized=False,
-    kind=device.CAUSAL_WINDOW, inner=False, prefix=False, ragged=False,
-)  # fmt: skip
-HALF, SINGLE, NARROW = ({"dtype": torch.float16}, {"dtype": torch.float32}, {"D": 64, "E": 64})
-REFUSED = [SINGLE, {"soft_cap": 2.0}, {"scale": -1.0}, {"allowed": False}]
-OF_BLOCKS = [*REFUSED, {"D": 96, "E": 96}, {"s": 32}, {"S": 500}, {"n": 0}, {"local": 0}]
-OF_BLOCKS += [{"gated": True}]
-HOPPER = {
-    "flash": (
-        [
-            {}, {"H": 8}, {"H": 1}, {"kind": device.COMPRESSED}, {"inner": True}, HALF, NARROW,
-            {"kind": device.LOCAL_BLOCKS}, {"kind": device.LOCAL_BLOCKS, "prefix": True},
-            {"prefix": True}, {"allowed": None, "T": 144, "S": 100},
-        ],
-        [
-            *REFUSED, {"D": 64}, {"E": 64}, {"D": 96, "E": 96}, {"H": 12}, {"H": 3},
-            {"kind": device.EVERYTHING}, {"kind": device.COMPRESSED, "inner": True},
-            {"ragged": True}, {"T": 0}, {"S": 0}, {"step": 2}, {"sized": True},
-            {"allowed": None, "T": 136, "S": 100},
-        ],
-    ),
-    "key_major": (
-        [
-            {}, {"T": 1 << 16}, {"H": 64}, {"H": 9}, {"H": 2}, {"H": 1}, {"padding": 8}, NARROW,
-            {"stride": 4},
-        ],
-        [*OF_BLOCKS, {"H": 65}, {"H": 4, "padding": 8}, {"sized": True}],
-    ),
-    "union": (
-        [
-            {}, NARROW, {"H": 9}, {"H": 32, "K": 2}, {"causal": False, "local": 0}, HALF,
-            {"allowed": None},
-        ],
-        [
-            *OF_BLOCKS, {"D": 192}, {"H": 8}, {"H": 17}, {"n": 33}, {"stride": 4}, {"T": 0},
-            {"step": 2}, {"allowed": None, "T": 376},
-        ],
-    ),
-}  # fmt: skip
-
-
-def is_served(kernel, at, q, k, v):
-    from native_sparse_attention.kernels.flash import flash, flash_sm90
-    from native_sparse_attention.kernels.selected import key_major_sm90, union_sm90
-    from native_sparse_attention.kernels.selected.inputs import Inputs
-
-    if kernel == "flash":
-        starts = torch.zeros(1, dtype=torch.int32) if at["ragged"] else None
-        prefix = (k[:, :64], v[:, :64]) if at["prefix"] else None
-        place = launch.KVRange(
-            at["kind"].value, 63, 16, soft_cap=at["soft_cap"], starts=starts,
-            causal_prefix=at["prefix"],
-        )  # fmt: skip
-        inner = launch.KVRange(device.LOCAL_BLOCKS.value, 16, 16) if at["inner"] else None
-        call = flash.Inputs(q, k, v, place, at["scale"], prefix, inner).facts()
-        (served,) = {flash_sm90.is_supported(name, call) for name in ("forward", "dq", "dkv")}
-        return served
-    lists = torch.zeros(1, at["T"], at["K"], at["n"], dtype=torch.int32)
-    selection = launch.Selection(
-        lists, at["s"], 1, at["local"], at["causal"], stride=at["stride"], soft_cap=at["soft_cap"],
-        gates=torch.ones_like(lists) if at["gated"] else None,
-    )  # fmt: skip
-    inputs = Inputs(q, k, v, selection, at["scale"])
-    if kernel == "union":
-        return union_sm90.is_supported(inputs)
-    return key_major_sm90.is_supported(inputs, "backward")
-
-
-@pytest.mark.skipif(not launch.triton_is_known(), reason="needs Triton 3.6 to 3.9")
-@pytest.mark.parametrize(
-    "kernel, change, served",
-    [
-        (kernel, change, served)
-        for kernel, (yes, no) in HOPPER.items()
-        for served, changes in ((True, yes), (False, no))
-        for change in changes
-    ],
-    ids=str,
-)
-def test_what_the_kernels_of_a_hopper_serve(monkeypatch, kernel, change, served):
-    """On a GPU of 6 multiprocessors that could."""
-    monkeypatch.setattr(launch, "supports_gluon", lambda q: True)
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 6)
-    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
-    at = CALL | change
-    width = at["step"] * at["D"] + at["padding"]
-    q = torch.zeros(1, at["T"], at["H"], width, dtype=at["dtype"])
-    q = q[..., : at["step"] * at["D"] : at["step"]]
-    k, v = (torch.zeros(1, at["S"], at["K"], at[width], dtype=at["dtype"]) for width in "DE")
-    with (
-        launch.using({f"{kernel}_sm90": at["allowed"]}),
-        launch.sized(BlockSizes(*[16] * 18) if at["sized"] else None),
-    ):
-        assert is_served(kernel, at, q, k, v) == served
