@@ -1,5 +1,5 @@
-"""On a CUDA device, over what `auto` chooses there: no waits for the host, training, and very long
-sequences. On the second of two GPUs a layer is what it is on the first, whichever is the
+"""On a CUDA device, over what `auto` chooses there: decoding, no waits for the host, training, and
+very long sequences. On the second of two GPUs a layer is what it is on the first, whichever is the
 current one."""
 
 import copy
@@ -13,7 +13,8 @@ import native_sparse_attention as nsa
 from native_sparse_attention import KVCache, PagedKVCache, SparseAttention, Transformer
 from tests.helpers.budget import assert_right
 from tests.helpers.calls import Call, under_selection
-from tests.helpers.layers import DIM, layer
+from tests.helpers.decoder import CACHES, Decoder
+from tests.helpers.layers import DIM, SETTINGS, layer
 from tests.helpers.memory import no_sync
 from tests.helpers.processes import printed, python
 from tests.helpers.sizes import sizes
@@ -25,6 +26,19 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 WIDE = dict(dim_head=16)
 KERNELS = sizes(32, 16, 64, n=4, w=63)
 RANKINGS = [{}, dict(use_diff_topk=True), dict(selection_stride=4), dict(importance="probs")]
+
+
+@pytest.mark.parametrize("make", CACHES.values(), ids=list(CACHES))
+@pytest.mark.parametrize("setting", ["default", "shared rankings"])
+def test_decoding(setting, make):
+    module = layer(torch.float32, **WIDE | SETTINGS[setting]).cuda()
+    decoder = Decoder(module, torch.randn(3, 50, DIM).cuda(), make(3), tol=1e-4)
+    decoder.step(30, 11, 4)
+    decoder.step(1, times=2)
+    decoder.step(9, 17, 2)
+    decoder.step(1)
+    on_cpu = decoder.cache.clone().to("cpu")
+    assert on_cpu.device == torch.device("cpu") and decoder.cache.device.type == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -168,6 +182,20 @@ def test_step_captured_in_a_graph(settings):
         torch.testing.assert_close(loss, plain_step(), atol=1e-5, rtol=1e-5)
     for p, expected in zip(module.parameters(), other.parameters()):
         torch.testing.assert_close(p, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_float16_with_a_scaler():
+    """Nothing overflows at the scale that it begins with, and gradients are those of float32."""
+    module, x = attention(num_selected_blocks=32).cuda(), draw(300)
+    exact, scaler = copy.deepcopy(module), torch.amp.GradScaler("cuda")
+    F.mse_loss(exact(x), x.roll(1, 1)).backward()
+    with torch.autocast("cuda", dtype=torch.float16):
+        out = module(x)
+    scaler.scale(F.mse_loss(out.float(), x.roll(1, 1))).backward()
+    for (name, p), q in zip(module.named_parameters(), exact.parameters()):
+        grad = p.grad / scaler.get_scale()
+        assert grad.isfinite().all(), name
+        assert (grad - q.grad).norm() <= 0.05 * q.grad.norm() + 1e-6, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

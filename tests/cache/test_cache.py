@@ -408,6 +408,8 @@ def test_the_same_layer_in_other_clothes():
     for duplicate in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
         other, held = duplicate((module, cache))
         close(other(x[:, 9:], cache=held), expected)
+        with pytest.raises(ValueError, match="another layer"):
+            module(x[:, :1], cache=held)
     # a pickled cache alone: for the next layer of its geometry
     held = pickle.loads(pickle.dumps(cache))
     close(pickle.loads(pickle.dumps(module))(x[:, 9:], cache=held), expected)
@@ -422,14 +424,8 @@ CUTS = list(itertools.pairwise((0, 11, 12, 25)))
 SPARSE = dict(attention_sinks=True)
 NEED_NO_PAST = ["sinks", "compress_mem_kv", "to_strategy_combine", "combine_heads"]
 TRAINED = [
-    *NEED_NO_PAST,
-    "k_intrablock_positions",
-    "v_compress",
-    "k_compress",
-    "norm",
-    "to_qkv",
-    "",
-]
+    *NEED_NO_PAST, "k_intrablock_positions", "v_compress", "k_compress", "norm", "to_qkv", "",
+]  # fmt: skip
 CASES = [("default", name) for name in TRAINED]
 CASES += itertools.product(
     ["shared rankings", "independent", "diff top-k", "probs"], ["sinks", "v_compress"]

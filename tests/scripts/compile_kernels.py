@@ -200,22 +200,6 @@ def decode(capability):
             step(FP32, (H, 1, 256, 256), T=T, selection_block_size=s)
 
 
-def elementwise(capability):
-    rotate(BF16, (64, 4, 128), tokens=1, starts=torch.zeros(2, dtype=torch.int32))
-    rotate(FP16, (3, 1, 80))
-    rotate(FP32, (4, 4, 256))
-
-
-def layers(capability):
-    layer(BF16)
-    layer(BF16, WIDE, selection_stride=4)
-    layer(BF16, (3, 1, 192, 128), causal=False, each=True)
-    layer(FP32, (5, 1, 80, 40), importance="probs", memory=0)
-    layer(BF16, WIDE, importance="probs", lengths=[150, 50])
-    layer(BF16, (4, 1, 64, 64), causal=False, lengths=[150, 50])
-    layer(BF16, WIDE, importance="probs", soft_cap=2.0, sinks=True)
-
-
 def unions(capability):
     for dtype, width in ((BF16, 128), (FP16, 64)):
         with launch.using(ON_A_HOPPER | {"flash_sm90": None}):
@@ -285,7 +269,7 @@ def selections(capability):
             selected(BF16, heads)
 
 
-PARTS = (small_1, small_2, decode, elementwise, layers, unions, flash, largest, ranking, selections)
+PARTS = (small_1, small_2, decode, unions, flash, largest, ranking, selections)
 
 
 if __name__ == "__main__":
