@@ -24,7 +24,7 @@ from .dense import (
     mha_reference_no_custom_vjp,
 )
 from .ops.branches import DenseAttentionWarning
-from .ops.decode import decode_attention
+from .ops.decode import decode_attention, pack_keys
 from .ops.functional import (
     compressed_attention,
     native_sparse_attention,
@@ -62,6 +62,7 @@ __all__ = [
     "mha_reference_no_custom_vjp",
     "native_sparse_attention",
     "nsa_cost",
+    "pack_keys",
     "recipes",
     "select_blocks",
     "selected_attention",

@@ -421,8 +421,9 @@ class SparseAttention(Started):
         rotated = rotate(self.rotary_emb, rotated, start, positions, backend)
         tensors |= dict(zip(names, rotated, strict=True))
 
-        # keys and queries that rank blocks
-        l, d = config.compress_block_size, config.d
+        # keys and queries that rank blocks; a cache keeps keys of 4 bits packed
+        packs = cache is not None and self.packs_keys()
+        l, d = (s, s) if packs else (config.compress_block_size, config.d)
         ranks = not (self.dense or is_given) or is_cached or ranking_queries is not None
         ranks = ranks or return_block_indices or "compressed" in config.branches
         ranks = config.compresses and (ranks or config.use_diff_topk)
@@ -436,7 +437,7 @@ class SparseAttention(Started):
                 tensors["ck"] = raw.pop("k")
         elif ranks and not config.rank_rotated:
             tensors["cq"] = q
-        elif ranks and not self.ranks_by_tokens():
+        elif ranks and (packs or not self.ranks_by_tokens()):
             raw = {"k": tensors["k"]}
         else:
             raw = {}
@@ -452,8 +453,11 @@ class SparseAttention(Started):
         elif cache is None:
             tensors |= compress_sequences(raw, networks, config, documents)
         else:
-            compress = functools.partial(compress_windows, networks=networks)
-            tensors |= cache.extend(tensors, raw, tokens, l, d, compress, saved)
+            compress: Any = functools.partial(compress_windows, networks=networks)
+            compress = decode.pack_windows if packs else compress
+            tensors |= cache.extend(tensors, raw, tokens, l, d, compress, saved, packs)
+            if packs and not tokens.decoded:  # blocks are ranked by the keys themselves
+                del tensors["ck"]
             if config.leader_stride > 1 and config.ranks:  # rankings that new tokens may share
                 heads = config.kv_heads if config.query_heads_share_selected_kv else config.heads
                 like = q.new_empty(len(q), heads, 0, config.leader_slots, dtype=torch.int32)
@@ -549,7 +553,7 @@ class SparseAttention(Started):
         if self.compress_mem_kv is not None and self.config.num_compressed_mem_kv > 0:
             inputs["mem_k"], inputs["mem_v"] = self.compress_mem_kv.to(tensors["q"].dtype)
         if self.ranks_by_tokens():
-            inputs["ck"] = inputs["k"]
+            inputs.setdefault("ck", inputs["k"])
         elif self.to_index is not None and "ck" in inputs:  # keys of one head rank for all
             inputs["ck"] = inputs["ck"].expand(-1, -1, self.config.kv_heads, -1)
         return inputs
@@ -575,6 +579,10 @@ class SparseAttention(Started):
         is_single = config.compress_block_size == config.d == 1 and self.to_index is None
         is_single = is_single and config.rank_rotated and config.compresses
         return is_single and isinstance(network, MeanPool) and slides(network)
+
+    def packs_keys(self) -> bool:
+        """Whether a cache keeps the keys that rank blocks packed."""
+        return self.config.ranking_bits == 4 and self.ranks_by_tokens() and self.context is None
 
     def supports_decode(self, cache: KVCache, call: Call) -> bool:
         """Whether the decode kernels support a call without gradients and flex masks: few tokens,

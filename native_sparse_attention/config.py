@@ -34,7 +34,8 @@ from .checks import (
 )
 from .presets import BY_KEYS, NEEDED, RECOMMENDED, WITHOUT_COMPRESSED, preset
 
-# settings that the contents of a cache depend on; RANKED_GEOMETRY if it holds shared rankings
+# settings that the contents of a cache depend on; RANKED_GEOMETRY if it holds shared rankings, or
+# packed keys of blocks
 GEOMETRY = (
     "kv_heads", "dim_head", "compress_block_size", "compress_block_sliding_stride", "branch_kv",
     "selection_stride", "branches", "rank_rotated", "importance", "index_dim", "index_heads",
@@ -151,8 +152,10 @@ class AttentionConfig:
             raise ValueError(f"{names} must divide one another, got {s} and {d}")
         if s % stride:  # tokens that share a ranking share their own block
             raise ValueError(f"selection_stride must divide selection_block_size={s}, got {stride}")
-        if self.ranking_bits not in (8, 16):
-            raise refusal("ranking_bits", "8 or 16", self.ranking_bits)
+        if self.ranking_bits not in (4, 8, 16):
+            raise refusal("ranking_bits", "4, 8 or 16", self.ranking_bits)
+        if self.ranking_bits == 4 and s < 16 * d:
+            raise refusal("selection_block_size", f"at least {16 * d} with ranking_bits=4", s)
         self.check_needed(NEEDED)
         local = self.num_local_blocks
         if self.num_selected_groups and (local % GROUP or not local):  # groups are complete
@@ -230,6 +233,11 @@ class AttentionConfig:
     def ranks_by_largest(self) -> bool:
         """Whether a block's score is that of its largest window."""
         return self.importance in ("max", "head_max")
+
+    @property
+    def ranks_by_integers(self) -> bool:
+        """Whether queries and keys are integers in the ranking."""
+        return self.ranking_bits < 16
 
     @property
     def compresses(self) -> bool:
@@ -356,7 +364,8 @@ class NSAConfig(AttentionConfig):
             of the n1 best groups (`select_blocks`). `dense_length` is a multiple of a group. 0 for
             one stage.
         ranking_bits: 16, or 8: queries and keys are rounded to 8-bit integers for the ranking alone
-            (importance="max" or "head_max", causal, without "compressed" and num_selected_groups).
+            (importance="max" or "head_max", causal, without "compressed" and num_selected_groups);
+            4: keys take one of 16 values for each feature of a block, which a cache keeps packed.
         query_heads_share_selected_kv: False lets every query head select for itself.
         branches: some of "compressed", "selected" and "window". One alone has no gate.
             `("selected",)` is one softmax over the initial, local and ranked blocks; its compressed
@@ -444,11 +453,12 @@ class NSAConfig(AttentionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         rule = INDEX_RULES[self.index_pool] if self.is_indexed else self.importance
+        is_ranked = self.leader_stride > 1 or self.ranking_bits == 4
         dense_rule = "logits" if rule == "given" else rule
         grouped = GROUP if self.num_selected_groups else 1
         dense = self.but(importance=dense_rule, dense_length=sys.maxsize)
         self.keep(
-            geometry=self.values_of(*(GEOMETRY if self.leader_stride == 1 else RANKED_GEOMETRY)),
+            geometry=self.values_of(*(RANKED_GEOMETRY if is_ranked else GEOMETRY)),
             alignment=max(self.d, self.selection_block_size * grouped),
             for_functions=self.but(importance=rule),
             for_steps=self.but(importance=rule, dense_length=0),

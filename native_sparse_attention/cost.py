@@ -13,7 +13,7 @@ from . import blocks
 from .attention import SparseAttention
 from .checks import check_int, check_type, describe
 from .config import NSAConfig
-from .ops.reference import visible_windows
+from .ops.reference import entry_words, visible_windows
 
 
 @dataclass(frozen=True)
@@ -155,14 +155,19 @@ def nsa_cost(
     entry = 2 * K * D * size
     has_window_cache = num_kv > 1 and config.branches[-1] == "window"
     window_entry = entry if len(networks) == 2 else ranking_entry * len(networks)
-    cache = batch * ((2 if has_window_cache else 1) * T * entry + T // d * window_entry)
+    packed = 0  # of the keys that rank
+    if layer.packs_keys():
+        packed = (
+            T // layer.selection_block_size * K * 2 * entry_words(layer.selection_block_size, D)
+        )
+    cache = batch * ((2 if has_window_cache else 1) * T * entry + T // d * window_entry + packed)
     read = int(keys_read(torch.tensor([T]), T + 1, config)) * entry
     if "compressed" in config.branches:
         read -= config.num_compressed_mem_kv * entry
     elif config.ranks and first_ranking(T + 1, config) <= T:
         tokens = int(tokens_ranked(torch.tensor([T]), config))
         every = config.leader_stride if config.num_selected_groups else 1
-        read += (T // d // every + tokens) * ranking_entry
+        read += packed or (T // d // every + tokens) * ranking_entry
     flops = 2 * batch * T * weights + counter.get_total_flops() + attention
     memory = (cache, parameters * size + batch * read) if config.causal else (0, 0)
     sparse = Cost(parameters, flops, attention, *memory)

@@ -105,6 +105,7 @@ SETTINGS = {
     "dense begin": dict(dense_length=24),
     "index": dict(importance="index"),
     "8 bits": dict(ranking_bits=8),
+    "4 bits": dict(ranking_bits=4, selection_block_size=16),
     "two stages": sizes(2, 2, 4, num_local_blocks=4, num_selected_groups=1),
     "three branches": sizes(
         8, 4, w=11, branches=("compressed", "selected", "window"), importance="logits",

@@ -536,14 +536,15 @@ class KVCache:
     def extend(
         self, tensors: dict[str, Tensor], raw: dict[str, Tensor], tokens: NewTokens, l: int, d: int,
         compress: Callable[[dict[str, Tensor]], dict[str, Tensor]], saved: bool,
+        packs: bool = False,
     ) -> dict[str, Tensor]:  # fmt: skip
         """`append` the tensors of new tokens that attention reads, and the windows of raw entries
-        that they complete, compressed."""
+        that they complete, compressed, or packed as other numbers."""
         new = {name: t for name, t in tensors.items() if name not in ("q", "cq")}
         streams = self.append(new, tokens, saved=saved)
         if not raw:
             return streams
-        if tokens.host is not None and tokens.width(d) == 0 and not saved:
+        if tokens.host is not None and tokens.width(d) == 0 and not (saved or packs):
             summaries = {f"c{name}": t[:, :, :0] for name, t in raw.items()}
         else:
             summaries = compress(self.windows(raw, tokens, l, d))

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import BRANCHES, check_bool, check_given, check_tensor
+from ..checks import BRANCHES, check_bool, check_given, check_int, check_shapes, check_tensor
 from ..compat import refuse_transforms
 from ..config import AttentionConfig, config_of_key
-from . import branches, dispatch
+from . import branches, dispatch, reference
 from .branches import no_blocks
 from .call import FIELDS, Call
 from .functional import axes_of, check_read, check_tensors, expand_heads
@@ -85,7 +85,8 @@ def decode_attention(
         k, v: storage [B, N, K, D] and [B, N, K, E], with any strides. With `page_table` the shape
             is [pages, N, K, D], N tokens per page.
         ck, cv: storage of windows, [B, W, K, D] and [B, W, K, E]; paged, W = N / d.
-            None where the branches do not read them, as in `native_sparse_attention`.
+            None where the branches do not read them, as in `native_sparse_attention`. With
+            ranking_bits=4 and windows of one token, ck may be the storage of `pack_keys(k, s)`.
         branch_gates: [B, T, H, branches], in the order compressed, selected, window; None for one.
         lengths: integers [B], tokens of each sequence before the new ones.
         counts: integers [B], how many of the T new tokens are real. Others output 0, any indices.
@@ -149,6 +150,14 @@ def decode_attention(
 
 
 def check_step(call: Call, config: AttentionConfig) -> Call:
+    packed: Any = None
+    if isinstance(call.ck, Tensor) and call.ck.dtype == torch.int16 and config.ranking_bits == 4:
+        packed, call = call.ck, call.but(ck=call.k)
+        s, (B, N, K, D) = config.selection_block_size, call.k.shape
+        if config.compress_block_size > 1 or call.cq is not None:
+            raise ValueError("ck must be keys of windows where tokens do not rank by q, got packed")
+        shape = B, N // s, K, reference.entry_words(s, D)
+        check_tensor("ck", packed, (torch.int16,), call.q.device, shape)
     axes = {name: spec.replace("S", "N") for name, spec in axes_of(call, config).items()}
     if call.page_table is not None:
         stored = ("k", "v", "window_k", "window_v", "ck", "cv")
@@ -181,7 +190,43 @@ def check_step(call: Call, config: AttentionConfig) -> Call:
     for name, t in (("counters", call.counters), ("ranking", ranking)):
         if isinstance(t, Tensor) and not t.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
-    return expand_heads(call)
+    return expand_heads(call if packed is None else call.but(ck=packed))
+
+
+@operator(
+    "pack_keys(Tensor k, SymInt m) -> Tensor",
+    fake=lambda k, m: k.new_empty(
+        k.shape[0],
+        k.shape[1] // m,
+        k.shape[2],
+        reference.entry_words(m, k.shape[3]),
+        dtype=torch.int16,
+    ),
+)
+def packed_keys(k, m):
+    """`pack_keys`, by a kernel on a GPU."""
+    if not k.is_cuda:
+        return reference.pack_keys(k, m)
+    from ..kernels.decode import packed
+
+    return packed.pack_keys(k, m)
+
+
+def pack_keys(k: Tensor, s: int) -> Tensor:
+    """Keys that rank blocks with `ranking_bits=4`, for `decode_attention`: of complete blocks of s
+    keys [B, N, K, D] int16 [B, N / s, K, words], a seventh of what keys and values in 16 bits take.
+    An entry depends on its block's keys alone."""
+    s = check_int("s", s, 1)
+    check_shapes(k=(k, "B N K D"))
+    packed: Tensor = packed_keys(k.detach(), s)
+    return packed
+
+
+def pack_windows(windows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`pack_keys` of blocks [b h w s d] of "k", as "ck" [b h w words]."""
+    k = windows["k"]
+    packed = pack_keys(k.flatten(2, 3).transpose(1, 2), k.shape[3])
+    return {"ck": packed.transpose(1, 2)}
 
 
 @operator(
@@ -209,6 +254,8 @@ def decode_eagerly(
 ) -> tuple[Tensor, Tensor | None]:
     """Decode in eager PyTorch, over the whole storage of each sequence: the output and, with
     `keep_slots`, the block indices."""
+    if call.ck is not None and call.ck.dtype == torch.int16:  # of these keys
+        call = call.but(ck=call.k)
     names: tuple[str, ...] = ("k", "v", "ck", "cv", "window_k", "window_v")
     streams = {name: t for name in names if (t := getattr(call, name)) is not None}
     if call.page_table is not None:  # [pages, N, K, D] -> [B, tokens, K, D]

@@ -359,14 +359,19 @@ def block_mass(probs: Tensor, c: Tensor, l: int, d: int, s: int) -> Tensor:
     return mass
 
 
-def quantize(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, largest: Tensor, top: int = 127) -> tuple[Tensor, Tensor]:
     """8-bit integers of x, as floats, where |x| is at most `largest`, and their size: x times a
-    factor, rounded half to even, and the inverse of the factor. This is `127 / largest` cut to 12
-    bits, so that products with half precisions are exact, however they are computed."""
-    # torch rounds twice in `127 / largest`
-    factor = (torch.full_like(largest, 127) / largest.clamp(min=1e-30)).float()
-    factor = (factor.view(torch.int32) & -4096).view(torch.float32)
+    factor, rounded half to even, and the inverse of the factor, `cut_quotient(top, largest)`."""
+    factor = cut_quotient(top, largest.clamp(min=1e-30))
     return (x * factor).round(), factor.reciprocal()
+
+
+def cut_quotient(number: int, x: Tensor) -> Tensor:
+    """`number / x` cut to 12 bits, so that products with half precisions are exact, however they
+    are computed."""
+    # torch rounds twice in `127 / x`
+    quotient = (torch.full_like(x, number) / x).float()
+    return (quotient.view(torch.int32) & -4096).view(torch.float32)
 
 
 def quantize_queries(q: Tensor, kv_heads: int, config: AttentionConfig) -> Tensor:
@@ -382,16 +387,51 @@ def quantize_queries(q: Tensor, kv_heads: int, config: AttentionConfig) -> Tenso
     return quantize(q, largest)[0]
 
 
-def quantize_keys(ck: Tensor, d: int, s: int) -> tuple[Tensor, Tensor]:
+def four_bits(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers x [b c w k d] of the windows w of blocks as codes 0 to 15 for each feature of a
+    block, its least integer and its step: x is about `least + code step`."""
+    least, largest = x.amin(dim=2, keepdim=True), x.amax(dim=2, keepdim=True)
+    step = ((largest - least + 14) / 15).floor().clamp(min=1)
+    return ((x - least) * cut_quotient(1, step)).round(), least, step
+
+
+def quantize_keys(ck: Tensor, d: int, s: int, bits: int = 8) -> tuple[Tensor, Tensor]:
     """Integers of windows [b w k d] and their sizes [b k 1 1 w]: one for each block and KV head. A
-    candidate is complete, so that no later key changes its size."""
+    candidate is complete, so that no later key changes its size. With 4 bits those up to 119 take
+    one of 16 values for each feature of a block, up to 127."""
     W, per_block = ck.shape[1], blocks.windows_per_block(d, s)
     num_blocks = free_size(-(-W // per_block))
-    largest = F.pad(ck.abs().amax(dim=-1), (0, 0, 0, num_blocks * per_block - W))
-    largest = largest.unflatten(1, (num_blocks, per_block)).amax(dim=2)
+    padding, in_blocks = num_blocks * per_block - W, (num_blocks, per_block)
+    largest = F.pad(ck.abs().amax(dim=-1), (0, 0, 0, padding))
+    largest = largest.unflatten(1, in_blocks).amax(dim=2)
     largest = repeat(largest, "b c k -> b (c w) k 1", w=per_block).narrow(1, 0, W)
-    integers, size = quantize(ck, largest)
+    integers, size = quantize(ck, largest, 127 if bits == 8 else 119)
+    if bits == 4:
+        code, least, step = four_bits(
+            F.pad(integers, (0, 0, 0, 0, 0, padding)).unflatten(1, in_blocks)
+        )
+        integers = (least + code * step).flatten(1, 2).narrow(1, 0, W)
     return integers, rearrange(size, "b w k 1 -> b k 1 1 w")
+
+
+def entry_words(m: int, d: int) -> int:
+    """Words of 16 bits of a block of m packed keys of width d."""
+    return -(-((m + 8) * -(-d // 4) + 2) // 16) * 16
+
+
+def pack_keys(ck: Tensor, m: int) -> Tensor:
+    """Complete blocks of m keys [b n k d] in 4 bits, int16 [b, n / m, k, words]: the integers of
+    `quantize_keys`, as `kernels.decode.packed` describes them."""
+    (n, _, d), h = ck.shape[1:], -(-ck.shape[3] // 4)
+    in_blocks = ck[:, : n // m * m].float().unflatten(1, (n // m, m))
+    integers, size = quantize(in_blocks, in_blocks.abs().amax(dim=(2, 4), keepdim=True), 119)
+    code, *values = four_bits(F.pad(integers, (0, 4 * h - d)))
+    quarters = code.int().transpose(2, 3).unflatten(-1, (4, h))
+    words = (quarters << torch.arange(0, 16, 4, device=ck.device)[:, None]).sum(dim=-2).flatten(3)
+    # of integers: without a sign of zero
+    values = [t[:, :, 0].int().half().view(torch.int16) for t in values]
+    entry = torch.cat((words.to(torch.int16), *values, size[:, :, 0].view(torch.int16)), dim=-1)
+    return F.pad(entry, (0, entry_words(m, d) - entry.shape[-1]))
 
 
 def importance_scores(
@@ -412,11 +452,11 @@ def importance_scores(
         probs = probs.sum(dim=2) if shared else rearrange(probs, "b k g i w -> b (k g) i w")
         return block_mass(probs, c, config.compress_block_size, d, s)
     scale, size = config.scale, None
-    if config.ranking_bits == 8:  # products of integers are exact, and only the sign matters
+    if config.ranks_by_integers:  # products of integers are exact, and only the sign matters
         scale = config.scale_of(q.shape[-1])
         scale = float((scale > 0) - (scale < 0))
         q = quantize_queries(q, ck.shape[2], config)
-        ck, size = quantize_keys(ck, d, s)
+        ck, size = quantize_keys(ck, d, s, config.ranking_bits)
     elif shared and not config.ranks_by_heads:
         # the mean over heads of dot products is the dot product with the mean query
         q = rearrange(q, "b i (k g) d -> b i k g d", k=ck.shape[2]).mean(dim=3)

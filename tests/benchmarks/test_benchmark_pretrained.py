@@ -66,19 +66,6 @@ def test_rules_attend_to_what_they_choose(rule):
     torch.testing.assert_close(pretrained.attend(rule, {}, q, k, v), dense(q, k, v, mask))
 
 
-def test_oracle_catches_most():
-    """Of far mass, at least what any rule catches that a KV group shares, with as many blocks."""
-    q, k, _ = draw()
-    mass, shares = pretrained.attention_mass(q, k, 0), {}
-    best = next(rule for rule in CHOOSING if rule.name == "oracle")
-    for rule in CHOOSING:
-        if rule.n == best.n and not rule.per_head:
-            far, held = pretrained.caught(rule, pretrained.choose(rule, q, k), mass, 0)
-            shares[rule] = (held.sum() / far.sum()).item()
-    assert len(shares) > 5 and min(shares.values()) > 0
-    assert max(shares.values()) - 1e-6 <= shares[best] < 1
-
-
 def test_far_mass_by_hand():
     """Uniform attention of the last of 8 tokens, blocks of 2, the first and the last forced."""
     q, k = torch.zeros(1, 1, 1, 4), torch.zeros(1, 8, 1, 4)
@@ -136,17 +123,6 @@ def test_needle(coder):
         assert len(found) == 200 and digits.isdigit() and told
         assert abs(len(before) - depth * filler) <= 1
         assert after.count(f" is #{digits}") == 2 and f" is #{digits}.\n\nx" in after
-
-
-def test_corpora(tmp_path, coder):
-    for name, text in {"a/b.c": "int b;", "a/a.h": "int a;", "c.rst": "Words.", "d.o": "x"}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    c, prose = pretrained_model.corpora([tmp_path])
-    assert (c.name, prose.name) == ("C", "prose")
-    assert [path.name for path in c.files] == ["a.h", "b.c"]
-    windows = c.windows(coder, 8, 2)
-    assert [bytes(line.tolist()) for line in windows] == [b"int a;\ni", b"int b;\ni"]
 
 
 def test_what_is_wrong_is_not_measured(monkeypatch, model):

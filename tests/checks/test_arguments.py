@@ -387,7 +387,7 @@ REFUSED = {
         "use_diff_topk=False, got True": dict(use_diff_topk=True),
     },
     "8 bits": {
-        "ranking_bits must be 8 or 16, got 4": dict(ranking_bits=4),
+        "ranking_bits must be 4, 8 or 16, got 2": dict(ranking_bits=2),
         "ranking_bits=8 goes with importance='max' or 'head_max'": dict(importance="logits"),
         "importance='index' goes with ranking_bits=16": INDEX,
         "importance='max' or 'head_max', got 'given'": GIVEN,

@@ -58,6 +58,10 @@ STAGES = sizes(
     2, 2, 2, branches=("selected",), rank_rotated=True, importance="max", num_local_blocks=4,
     num_selected_groups=1,
 )  # fmt: skip
+CAUSAL = {
+    "two stages": STAGES,
+    "4 bits": TOKENS | dict(importance="head_max", ranking_bits=4, selection_block_size=16),
+}
 
 
 def networks_of(l, d, h):
@@ -97,7 +101,7 @@ def layer(dtype=torch.float64, **settings):
 # makers of causal layers, in each of the settings, and of a dense one
 LAYERS = {
     name: lambda settings=settings: layer(**settings)
-    for name, settings in (SETTINGS | {"two stages": STAGES}).items()
+    for name, settings in (SETTINGS | CAUSAL).items()
 } | {"dense": lambda: Attention(DIM, 8, 4, kv_heads=2).double()}
 
 

@@ -193,7 +193,8 @@ def decode(capability):
         step(BF16, many, page=256, counted=True, importance=importance, **stages)
     step(FP32, many, importance="logits", query_heads_share_selected_kv=False, **stages)
     for dtype in (BF16, FP32):
-        for ranking in ({}, dict(importance="head_max"), dict(ranking_bits=8)):
+        heads = dict(importance="head_max")
+        for ranking in ({}, heads, heads | dict(ranking_bits=8), heads | dict(ranking_bits=4)):
             step(dtype, many, page=256, **one | TOKENS | ranking)
     for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):
         if launch.decode_bytes(H, 256, 4, T, s) <= launch.architecture().shared_memory:
@@ -232,7 +233,7 @@ def largest(capability):
             for heads in ((16, 4, 128), (8, 2, 64), (4, 4, 32)):
                 settings = dict(selection_block_size=s, num_selected_blocks=n, **TOKENS)
                 windows = sizes(16, 16, s, num_selected_groups=n)
-                bits = [dict(selection_stride=stride, ranking_bits=bits) for bits in (16, 8)]
+                bits = [dict(selection_stride=stride, ranking_bits=bits) for bits in (16, 8, 4)]
                 for importance, form in itertools.product(("max", "head_max"), (*bits, windows)):
                     rank(BF16, heads, **settings | form | dict(importance=importance))
 
@@ -245,7 +246,7 @@ def ranking(capability):
     rank(BF16, (16, 1, 128), selection_block_size=32)
     windows = dict(compress_block_size=16, compress_block_sliding_stride=16, num_selected_groups=5)
     for dtype in (BF16, FP32):
-        for bits in (16, 8):
+        for bits in (16, 8, 4):
             rank(dtype, (16, 1, 128), ranking_bits=bits, **TOKENS)
         with launch.using({"largest_sm90": False}):
             rank(dtype, (16, 1, 128), **TOKENS | windows)

@@ -7,7 +7,6 @@ import io
 import json
 import sysconfig
 import threading
-import time
 import zipfile
 from argparse import Namespace
 from pathlib import Path
@@ -131,9 +130,6 @@ def server():
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             server.requests += 1
-            if server.silent:
-                time.sleep(server.silent)
-                return
             self.send_response(200)
             self.send_header("Content-Length", str(len(server.body)))
             self.end_headers()
@@ -144,7 +140,7 @@ def server():
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.body, server.requests = zipped(CONTENT), 0
-    server.stop_at, server.silent = None, 0.0
+    server.stop_at = None
     server.url = f"http://127.0.0.1:{server.server_port}/enwik8.zip"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -185,14 +181,6 @@ def test_damaged_download_is_removed(server, tmp_path, change, stop_at):
     with pytest.raises(data.DownloadError, match=r"other bytes than expected|IncompleteRead"):
         fetch(server, tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_silent_server_is_given_up(server, tmp_path):
-    server.silent = 0.6
-    start = time.monotonic()
-    with pytest.raises(data.DownloadError, match="cannot download"):
-        data.download(server.url, tmp_path / "enwik8.zip", "", timeout=0.2)
-    assert time.monotonic() - start < 0.6
 
 
 def test_without_network_the_embedded_corpus(monkeypatch, tmp_path, capsys):

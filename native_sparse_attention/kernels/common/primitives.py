@@ -169,10 +169,15 @@ def quotient(x, y):
 
 
 @triton.jit
-def factor_of_integers(largest):
+def cut_quotient(x, y):
+    """`quotient` cut to 12 bits: `reference.cut_quotient`."""
+    return (quotient(x, y).to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def factor_of_integers(largest, BITS: tl.constexpr = 8):
     """The factor of `reference.quantize`, for numbers up to `largest`."""
-    factor = quotient(127.0, tl.maximum(largest, 1e-30))
-    return (factor.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
+    return cut_quotient(127.0 if BITS == 8 else 119.0, tl.maximum(largest, 1e-30))
 
 
 @triton.jit
@@ -182,13 +187,39 @@ def round_even(x):
 
 
 @triton.jit
-def quantize(x, ROWS: tl.constexpr):
-    """Rows x [M, D] of float32 as 8-bit integers, as floats, and their sizes [M], one for each ROWS
-    of them: `reference.quantize`."""
+def factor_of_rows(x, ROWS: tl.constexpr, BITS: tl.constexpr = 8):
+    """The factors [M] of rows of absolute values x [M, D], one for each ROWS of them."""
     M: tl.constexpr = x.shape[0]
-    factor = factor_of_integers(tl.max(tl.reshape(tl.abs(x), [M // ROWS, ROWS * x.shape[1]]), 1))
-    factor = tl.reshape(tl.broadcast_to(factor[:, None], [M // ROWS, ROWS]), [M])
-    return round_even(x * factor[:, None]), quotient(1.0, factor)
+    factor = factor_of_integers(tl.max(tl.reshape(x, [M // ROWS, ROWS * x.shape[1]]), 1), BITS)
+    return tl.reshape(tl.broadcast_to(factor[:, None], [M // ROWS, ROWS]), [M])
+
+
+@triton.jit
+def step_of_codes(least, largest):
+    """The step of `reference.four_bits`, of integers from `least` to `largest`."""
+    return tl.maximum((largest - least + 14).to(tl.int32) // 15, 1).to(tl.float32)
+
+
+@triton.jit
+def code_of(x, least, step):
+    """The codes of `reference.four_bits`, as floats."""
+    return round_even((x - least) * cut_quotient(1.0, step))
+
+
+@triton.jit
+def quantize(x, ROWS: tl.constexpr, BITS: tl.constexpr = 8):
+    """Rows x [M, D] of float32 as 8-bit integers, as floats, and their sizes [M], one for each ROWS
+    of them: `reference.quantize`. With 4 BITS each ROWS of them take 16 values a feature."""
+    M: tl.constexpr = x.shape[0]
+    factor = factor_of_rows(tl.abs(x), ROWS, BITS)
+    integers = round_even(x * factor[:, None])
+    if BITS == 4:
+        in_blocks = tl.reshape(integers, [M // ROWS, ROWS, x.shape[1]])
+        least = tl.min(in_blocks, 1, keep_dims=True)
+        step = step_of_codes(least, tl.max(in_blocks, 1, keep_dims=True))
+        values = least + code_of(in_blocks, least, step) * step
+        integers = tl.reshape(values, [M, x.shape[1]])
+    return integers, quotient(1.0, factor)
 
 
 @triton.jit

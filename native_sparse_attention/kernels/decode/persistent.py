@@ -24,18 +24,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...blocks import windows_per_block
 from ...config import AttentionConfig
 from ...ops import call as calls
-from ...ops.reference import quantize_queries
 from ..common import launch
 from ..common.launch import cdiv, next_power_of_2
 from ..common.precompile import launcher
-from ..common.primitives import candidates_end, load_rows, quantize, soft_capped, softmax_step
+from ..common.primitives import (
+    candidates_end,
+    load_rows,
+    quantize,
+    soft_capped,
+    softmax_step,
+)
 from ..common.tile_configs import MAX_COLUMN_N
 from ..selected.branch import keep_valid_blocks
 from ..topk import topn
 from . import read_all, stages, step
 from .kv_cache import cache_offsets, load_page, slot_offsets
+from .packed import pack_keys, packed_products, packed_queries
 
 # counters of a sequence and KV head: programs that have finished a stage, and reduce programs that
 # have passed their waits
@@ -87,7 +94,8 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
     and tile of BLOCK_M (token, query head) rows; split 0 also reads the memory. Writes the partial
     result (not with ONE_SOFTMAX) and, by SCORE_MODE, the scores of the windows. Queries and keys
     are I wide; a KV head has CMP_G queries, 1 where one ranks for its head group. With QUANTIZED
-    above 0 queries are 8-bit integers, and so are keys, so many of one size."""
+    above 0 both become 8-bit integers, so many keys of one size. With PACKED above 0 so many keys
+    of a block are packed."""
     length = tl.load(call.cache.lengths + b).to(tl.int32)
     TOKENS: tl.constexpr = F.BLOCK_M // F.PADDED_G
     ATTEND: tl.constexpr = not F.ONE_SOFTMAX
@@ -96,7 +104,14 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
     valid = (t < call.T) & (g < F.CMP_G)
     window_end = (length + t) // F.d
     q_offsets = b * call.cq.b + t.to(tl.int64) * call.cq.n + (h * F.CMP_G + g) * call.cq.h
-    q_tile = load_rows(call.cq.ptr, q_offsets, F.I, F.BLOCK_I, valid)
+    ROWS: tl.constexpr = F.PADDED_G if F.BY_HEADS and F.SCORE_MODE == SCORES_SUM else 1
+    if F.PACKED > 0:
+        q_tile = packed_queries(call.cq.ptr, q_offsets, valid, ROWS, F.I, F.BLOCK_I)
+    else:
+        q_tile = load_rows(call.cq.ptr, q_offsets, F.I, F.BLOCK_I, valid)
+        if F.QUANTIZED > 0:
+            rounded, _ = quantize(q_tile.to(tl.float32), ROWS)
+            q_tile = rounded.to(tl.float16)
 
     m = tl.full([F.BLOCK_M], topn.NO_SCORE, tl.float32)
     l = tl.full([F.BLOCK_M], 0.0, tl.float32)
@@ -117,6 +132,8 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
     # windows past it may be unwritten
     count = tl.load(call.cache.counts + b).to(tl.int32) if call.cache.counts is not None else call.T
     num_windows = tl.minimum((length + count - 1) // F.d, call.W)
+    if F.PACKED > 0:  # of complete blocks
+        num_windows = num_windows // F.PACKED * F.PACKED
     if F.ONE_SOFTMAX and F.STRIDE > 1:  # scores are read where a token leads its group
         leader = (length + count - 1) // F.STRIDE * F.STRIDE
         num_windows *= (leader >= length).to(tl.int32)
@@ -125,21 +142,32 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
     for n0 in tl.range(split * split_size, end, F.BLOCK_N, num_stages=F.STAGES):
         n = n0 + tl.arange(0, F.BLOCK_N)
         clamped = tl.minimum(n, num_windows - 1)
-        k_ptr = call.ck.ptr + h * call.ck.h
-        k_offsets = cache_offsets(clamped, b, call.ck.b, call.ck.n, call.cache, F.WINDOWS_PER_PAGE)
-        k_tile = load_rows(k_ptr, k_offsets, F.I, F.BLOCK_I, n < num_windows)
+        scale = call.scale_log2
+        sign = (scale > 0).to(tl.float32) - (scale < 0).to(tl.float32)
+        if F.PACKED > 0:
+            block = b * 0 + n0 // F.PACKED
+            logits, size = packed_products(
+                q_tile, call.ck, h * call.ck.h, block, b, call.cache, F.PACKED, F.I,
+                F.WINDOWS_PER_PAGE // F.PACKED,
+            )  # fmt: skip
+            logits *= size * sign
+        else:
+            k_ptr = call.ck.ptr + h * call.ck.h
+            k_offsets = cache_offsets(
+                clamped, b, call.ck.b, call.ck.n, call.cache, F.WINDOWS_PER_PAGE
+            )
+            k_tile = load_rows(k_ptr, k_offsets, F.I, F.BLOCK_I, n < num_windows)
+            if F.QUANTIZED > 0:
+                integers, size = quantize(k_tile.to(tl.float32), F.QUANTIZED)
+                k_tile = integers.to(tl.float16)
+                scale = (size * sign)[None]
+            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
         if ATTEND:
             v_ptr = call.cv.ptr + h * call.cv.h
             v_offsets = cache_offsets(
                 clamped, b, call.cv.b, call.cv.n, call.cache, F.WINDOWS_PER_PAGE
             )
             v_tile = load_rows(v_ptr, v_offsets, F.E, F.BLOCK_E, n < num_windows)
-        scale = call.scale_log2
-        if F.QUANTIZED > 0:
-            integers, size = quantize(k_tile.to(tl.float32), F.QUANTIZED)
-            k_tile = integers.to(tl.float16)
-            scale = size[None] * ((scale > 0).to(tl.float32) - (scale < 0).to(tl.float32))
-        logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
         x = logits
         if F.CAP:
             x = soft_capped(x, call.cap)
@@ -557,6 +585,8 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
     is_ranked = n > 0 and shape.index_shape is None
     # of keys that rank by themselves the largest score of a block is stored
     per_block = s // d if config.ranks_by_largest and s > d else 0
+    is_integers = is_ranked and config.ranks_by_integers
+    packed = max(1, s // d) if is_integers and config.ranking_bits == 4 else 0
     settings = step.settings_of(shape, config, per_block)
     probs, block_s, w = settings["PROBS"], settings["BLOCK_S"], settings["w"]
     score_mode, score_heads = SCORES_SUM, K
@@ -572,7 +602,8 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
         window_tile = key_tile = TILES_FLOAT32
     (block_n, stages), (block_keys, block_stages) = window_tile[:2], key_tile[2:]
     # a tile holds whole blocks
-    block_n, block_keys = max(block_n, per_block), max(block_keys, block_s)
+    block_n, block_keys = packed or max(block_n, per_block), max(block_keys, block_s)
+    width = cdiv(shape.I, 4) if packed else shape.I  # of a product
     heads = next_power_of_2(shape.cmp_heads // K)
     block_m = max(16, heads, min(WINDOW_ROWS, next_power_of_2(T) * heads))
     # blocks of the selected branch, without the local ones if the window covers them
@@ -625,7 +656,7 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
         SCORE_COLUMNS=cdiv(W, per_block) if per_block else W,
     )  # fmt: skip
     constants = step.constants(
-        **settings, I=shape.I, BLOCK_I=launch.padded(shape.I), CMP_G=shape.cmp_heads // K,
+        **settings, I=shape.I, BLOCK_I=launch.padded(width), CMP_G=shape.cmp_heads // K,
         PADDED_G=heads, BLOCK_M=block_m, BLOCK_N=block_n, GROUP=H // ranks,
         BLOCK_G=launch.padded(H // ranks), BLOCK_W=BLOCK_W, BLOCK_KEYS=block_keys, STAGES=stages,
         BLOCK_STAGES=block_stages if block_keys <= 64 else 1, BLOCKS_PER_TILE=blocks_per_tile,
@@ -642,7 +673,7 @@ def plan(shape: step.Shape, config: AttentionConfig) -> step.Plan:
         SCORE_MODE=score_mode.value, BY_HEADS=config.ranks_by_heads,
         BLOCK_WINDOWS=per_block, FUSE_LOCAL=fuse_local,
         SEPARATE_WINDOW=shape.has_window, WARMUP=warmup, ONE_SOFTMAX=one_softmax,
-        QUANTIZED=max(1, s // d) if is_ranked and config.ranking_bits == 8 else 0,
+        QUANTIZED=max(1, s // d) if is_integers and not packed else 0, PACKED=packed,
     )  # fmt: skip
     return step.Plan(
         nsa_decode_persistent, programs, partials, (score_heads, numbers["SCORE_COLUMNS"]),
@@ -663,9 +694,13 @@ def decode(call: calls.Call, config: AttentionConfig) -> Tensor:
             call.new_indices.copy_(indices)
         call = call.but(block_indices=indices, ck=None, ranking=None, new_indices=None)
         config = config.but(importance="given", num_selected_groups=0)
-    elif config.ranking_bits == 8 and config.ranks and call.block_indices is None:
-        q = (call.q if call.cq is None else call.cq).float()
-        call = call.but(cq=quantize_queries(q, call.k.shape[2], config).half())
+    elif config.ranks_by_integers and config.ranks and call.block_indices is None:
+        q, ck = call.q if call.cq is None else call.cq, call.ck
+        if config.query_heads_share_selected_kv and not config.ranks_by_heads:  # of their sum
+            q = q.float().unflatten(2, (call.k.shape[2], -1)).sum(dim=3)
+        if config.ranking_bits == 4 and ck.dtype != torch.int16:  # of a cache that keeps none
+            ck = pack_keys(ck, windows_per_block(config.d, config.selection_block_size))
+        call = call.but(cq=q, ck=ck)
     elif call.block_indices is not None:
         selection = launch.Selection(
             call.block_indices, config.selection_block_size, config.num_initial_blocks,
@@ -674,6 +709,9 @@ def decode(call: calls.Call, config: AttentionConfig) -> Tensor:
         tokens = step.shape_of(call).tokens
         call = call.but(block_indices=keep_valid_blocks(selection, tokens).block_indices)
     shape = step.shape_of(call)
+    if shape.windows and call.ck.dtype == torch.int16:
+        per_block = windows_per_block(config.d, config.selection_block_size)
+        shape = shape._replace(windows=shape.windows * per_block)
     # no tile has room for blocks that do not exist
     most, counts = cdiv(shape.tokens, config.selection_block_size), dict[str, int]()
     for name in ("num_initial_blocks", "num_local_blocks"):

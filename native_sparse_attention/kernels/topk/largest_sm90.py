@@ -59,10 +59,11 @@ LENGTHS = ["first_token", "T", "C", "GROUPS", "TILES", "LINES", "RANKS"]
 
 # heads, rows of a leader in each of LAYERS products, and their width; keys of a block, in STEPS
 # tiles for a group; top n; tokens that share it; groups that a leader keeps, a power of two, 0 for
-# all
+# all; bits of the products' numbers, and of keys before they are rounded to these
 Settings = namedtuple(
     "Settings",
-    "G HEADS LAYERS RANKS_PER_KV D PER_BLOCK STEPS SLOTS INITIAL LOCAL d s STRIDE CAUSAL KEPT BITS",
+    "G HEADS LAYERS RANKS_PER_KV D PER_BLOCK STEPS SLOTS INITIAL LOCAL d s STRIDE CAUSAL KEPT BITS "
+    "KEY_BITS",
 )
 Memory = namedtuple("Memory", "q q_bar k full")
 Problem = namedtuple("Problem", "starts first_token T C GROUPS TILES LINES RANKS kept")
@@ -83,21 +84,31 @@ def nsa_topk_key_tiles(ck, keys, sizes, W, K, C, GROUPS, sign, F: tl.constexpr):
     block, key = n % 8 // 2, n // 8 * 2 + n % 2
     c = group * 4 + block
     largest = tl.full([4], 0.0, tl.float32)
+    if F.KEY_BITS == 4:  # of each feature
+        least = tl.full([4, F.D], float("inf"), tl.float32)
+        most = -least
     for step in range(F.STEPS):
         # a key that is missing is another key of its block: the largest stays
         w = tl.minimum(tl.minimum(c, C - 1) * F.PER_BLOCK + step * 32 + key, W - 1)
         rows = b * ck.b + h * ck.h + w.to(tl.int64) * ck.n
-        x = tl.abs(steps.load_rows(ck.ptr, rows, F.D, F.D, n >= 0).to(tl.float32))
-        x = tl.reshape(tl.max(x, 1), [16, 4, 2])
+        x = steps.load_rows(ck.ptr, rows, F.D, F.D, n >= 0).to(tl.float32)
+        if F.KEY_BITS == 4:
+            in_blocks = tl.reshape(x, [16, 4, 2, F.D])
+            least = tl.minimum(least, tl.min(tl.min(in_blocks, 2), 0))
+            most = tl.maximum(most, tl.max(tl.max(in_blocks, 2), 0))
+        x = tl.reshape(tl.max(tl.abs(x), 1), [16, 4, 2])
         largest = tl.maximum(largest, tl.max(tl.max(x, 2), 0))
     if F.BITS == 8:
-        factor = steps.factor_of_integers(largest)
+        factor = steps.factor_of_integers(largest, F.KEY_BITS)
         size = steps.quotient(1.0, factor)
+        if F.KEY_BITS == 4:
+            least = steps.round_even(least * factor[:, None])[None, :, None]
+            most = steps.round_even(most * factor[:, None])[None, :, None]
     else:
         exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
         factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         size = (exponent << 23).to(tl.float32, bitcast=True)
-    factor = tl.sum(tl.where(i[None] == block[:, None], factor[None] * sign, 0.0), 1)
+    factor = tl.sum(tl.where(i[None] == block[:, None], factor[None], 0.0), 1)
     tl.store(sizes + line.to(tl.int64) * (GROUPS * 4) + group * 4 + i, size)
     for step in range(F.STEPS):
         w = tl.minimum(tl.minimum(c, C - 1) * F.PER_BLOCK + step * 32 + key, W - 1)
@@ -105,6 +116,11 @@ def nsa_topk_key_tiles(ck, keys, sizes, W, K, C, GROUPS, sign, F: tl.constexpr):
         x = steps.load_rows(ck.ptr, rows, F.D, F.D, n >= 0).to(tl.float32) * factor[:, None]
         if F.BITS == 8:
             x = steps.round_even(x)
+        if F.KEY_BITS == 4:
+            size_of_step = steps.step_of_codes(least, most)
+            code = steps.code_of(tl.reshape(x, [16, 4, 2, F.D]), least, size_of_step)
+            x = tl.reshape(least + code * size_of_step, [128, F.D])
+        x *= sign
         row = ((line.to(tl.int64) * GROUPS + group) * F.STEPS + step) * 128 + n
         tl.store(keys + row[:, None] * F.D + tl.arange(0, F.D)[None], x.to(keys.dtype.element_ty))
 
@@ -388,7 +404,7 @@ def is_supported(q: Tensor, ranks: int, config: Any, documents: Any) -> bool:
     tokens; False disables the kernel."""
     s, d, forced = config.selection_block_size, config.d, launch.override.get("largest_sm90")
     # a product takes 16 features in float16, 32 integers
-    sizes = q.shape[-1] in WIDTHS and q.shape[-1] >= 256 // config.ranking_bits
+    sizes = q.shape[-1] in WIDTHS and q.shape[-1] >= (32 if config.ranks_by_integers else 16)
     sizes = sizes and q.dtype.itemsize == 2 and s % d == 0 and s // d in BLOCK_KEYS
     is_ranked = config.ranks_by_largest and config.num_selected_blocks <= MAX_SLOTS
     if config.ranks_by_heads:  # rows of a leader lie in one warp
@@ -406,14 +422,15 @@ def select_blocks(
     s, d, stride = config.selection_block_size, config.d, config.selection_stride
     per_block, groups = s // d, cdiv(num_ranked, BLOCKS.value)
     heads = launch.next_power_of_2(H // ranks) if config.ranks_by_heads else 1
+    bits = 8 if config.ranks_by_integers else 16
     # as many as shared memory holds
-    layers = min(heads, 4 if D * config.ranking_bits <= 1024 else 2)
+    layers = min(heads, 4 if D * bits <= 1024 else 2)
     F = Settings(
         H // ranks, heads // layers, layers, ranks // K, D, per_block, per_block // 32,
         config.num_selected_blocks, config.num_initial_blocks, max(config.num_local_blocks, 1), d,
         s, stride, config.causal,
         0 if kept_groups is None else launch.next_power_of_2(kept_groups.shape[3]),
-        config.ranking_bits,
+        bits, config.ranking_bits,
     )  # fmt: skip
     tiles = cdiv(cdiv(T + stride - 1, stride), TILE // F.HEADS)
     lines, scale = B * ranks, config.scale_of(D)

@@ -49,7 +49,8 @@ Settings = namedtuple(
 )
 # of the kernel that converts keys, BLOCK_C a program; with QUANTIZED above 0 so many have one size
 KeySettings = namedtuple(
-    "KeySettings", "D BLOCK_D HALVES FLIPPED BLOCK_C BLOCK_S WINDOWS d s INTERPOLATED QUANTIZED"
+    "KeySettings",
+    "D BLOCK_D HALVES FLIPPED BLOCK_C BLOCK_S WINDOWS d s INTERPOLATED QUANTIZED BITS",
 )
 BLOCK_C = 16
 
@@ -114,12 +115,12 @@ def nsa_topk_block_keys(
             tile -= origin
         k_sum += weight[:, None] * tile
         count += weight
-    key = (origin + k_sum / tl.maximum(count, 1.0)[:, None]) * scale
+    key = origin + k_sum / tl.maximum(count, 1.0)[:, None]
 
     row = (tl.program_id(2) * lines + line).to(tl.int64) * C + c
     if F.QUANTIZED > 0:
-        key, block_size = steps.quantize(key, F.QUANTIZED)
-    high, low, size = steps.two_halves(key)
+        key, block_size = steps.quantize(key, F.QUANTIZED, F.BITS)
+    high, low, size = steps.two_halves(key * scale)
     if F.QUANTIZED > 0:
         size *= block_size
     offsets = row[:, None] * (F.HALVES * F.BLOCK_D) + tl.arange(0, F.BLOCK_D)[None]
@@ -435,7 +436,7 @@ def plan(
     importance, interpolated = config.importance, config.interpolated_importance_score
     tile = launch.topk_tile(importance, D, G, n, dtype, interpolated)
     probs, is_max, block_d = importance == "probs", config.ranks_by_largest, launch.padded(D)
-    is_quantized, per_block = config.ranking_bits == 8, max(1, s // d)
+    is_quantized, per_block = config.ranks_by_integers, max(1, s // d)
     halves = 1 if is_quantized or (is_max and dtype != torch.float32) else 2
     rows = next_power_of_2(G) if probs or config.ranks_by_heads else 1
     grid, flipped = launch.grid(cdiv(cdiv(T + stride - 1, stride), tile.block_m // rows), B * ranks)
@@ -461,7 +462,7 @@ def plan(
     keys_grid, flipped = launch.grid(cdiv(C, block_c), B * K, 2 if interpolated else 1)
     key_settings = KeySettings(
         D, block_d, halves, flipped, block_c, next_power_of_2(s), max(1, unit // d), d, unit,
-        interpolated, per_block if is_quantized else 0,
+        interpolated, per_block if is_quantized else 0, config.ranking_bits,
     )  # fmt: skip
     key_options = dict(C=C, scale=scale, F=key_settings, num_warps=4 if block_c < 64 else 8)
     return Plan(grid, options), Plan(keys_grid, key_options)

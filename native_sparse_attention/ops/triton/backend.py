@@ -88,7 +88,7 @@ def why_not(
     if 0 in q.shape:
         reasons.append(f"q is empty, {list(q.shape)}")
     windows = blocks.windows_per_block(config.d, s)
-    by_blocks = op == "decode_attention" or config.ranking_bits == 8
+    by_blocks = op == "decode_attention" or config.ranks_by_integers
     ranks = config.ranks and indices is None
     if ranks and config.ranks_by_largest and by_blocks and windows & (windows - 1):
         reasons.append(f"a block has {windows} windows, needs a power of two")

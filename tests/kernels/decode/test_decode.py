@@ -12,7 +12,7 @@ from native_sparse_attention.ops.decode import decode_attention
 from tests.helpers import budget
 from tests.helpers.budget import CUDA, DEVICE
 from tests.helpers.decoder import Decoder
-from tests.helpers.layers import DIM, SETTINGS, layer
+from tests.helpers.layers import CAUSAL, DIM, SETTINGS, layer
 from tests.helpers.memory import no_sync
 from tests.helpers.processes import python
 from tests.helpers.sizes import sizes
@@ -97,10 +97,16 @@ def assert_right(dtype, counts=None, **changed):
 ONE = dict(branches=("selected",), memory=0)
 STAGES = dict(importance="max", selection_block_size=4, num_local_blocks=4, N=128)
 TOKENS = dict(importance="max", compress_block_size=1, compress_block_sliding_stride=1)
+BITS = dict(TOKENS, ranking_bits=4, selection_block_size=16, N=160, lengths=(150, 37))
 CASES = {
     "plain": {},
     "8 bits": dict(ONE, **TOKENS, ranking_bits=8, query_heads_share_selected_kv=False, scale=-0.3),
     "8 bits, each head counts": dict(ONE, **TOKENS | dict(importance="head_max"), ranking_bits=8),
+    "4 bits": dict(ONE, **BITS, query_heads_share_selected_kv=False, scale=-0.3),
+    "4 bits, each head counts": dict(
+        ONE, **BITS | dict(importance="head_max"), page=32, T=3, counts=(3, 1)
+    ),
+    "4 bits, sums of an odd width": dict(ONE, **BITS, selection_stride=4, heads=(4, 2, 35, 16)),
     "probs": dict(T=1, importance="probs", query_heads_share_selected_kv=False),
     "interpolated, one head": dict(interpolated_importance_score=True, heads=(1, 1, 16, 16)),
     "own rankings": dict(query_heads_share_selected_kv=False, T=1, lengths=(0, 3)),
@@ -231,10 +237,12 @@ def caches(module, b, length):
 
 WINDOWS = SETTINGS["learned ranking of windows"]
 SETTINGS = SETTINGS | {"narrow index": dict(WINDOWS, branches=("selected",), index_heads=1)}
+SETTINGS |= {"4 bits": CAUSAL["4 bits"]}
 STEPPED = [
     ("shared rankings, probs", "rows"), ("independent", "pages"), ("one softmax", "pages"),
     ("one softmax, tokens", "rows"), ("one softmax, shared rankings", "pages"),
     ("biases and norms", "rows"), ("learned ranking", "rows"), ("narrow index", "pages"),
+    ("4 bits", "rows"), ("4 bits", "pages"),
 ]  # fmt: skip
 # run by the operations of each branch
 NO_STEPS = (

@@ -125,7 +125,7 @@ def test_largest_keys_of_a_hopper(D, size, settings, dtype):
             assert_right(q, ck, None, S, **dict(importance="max") | size | settings)
 
 
-# rankings by 8-bit integers (`ranking_bits=8`), to the bit the same of every backend; layers that
+# rankings by integers (`ranking_bits` 8 or 4), to the bit the same of every backend; layers that
 # rank so: test_block_indices.py
 
 EACH_HEAD = dict(query_heads_share_selected_kv=False)
@@ -141,20 +141,23 @@ INTEGERS = [
 LENGTHS = (1300, 1300, 3, 16, 8), (200, 1100, 2, 4, 2), (40, 520, 1, 2, 2)
 if not CUDA:
     INTEGERS = [
-        (32, sizes(1, 1, 32), dict(selection_stride=4)),
+        (32, sizes(1, 1, 32), dict(selection_stride=4, scale=-0.1)),
         (24, sizes(4, 4, 16), dict(scale=-0.3, **EACH_HEAD)),
         (16, sizes(8, 8, 4), dict(num_local_blocks=2)),
-        (16, sizes(1, 1, 8), dict(importance="head_max")),
+        (16, sizes(1, 1, 16), dict(importance="head_max")),
     ]
     LENGTHS = (30, 150, 2, 6, 2), (30, 150, 1, 4, 4)
 
 
 @pytest.mark.parametrize("form", ["sm90", "portable"] if CUDA else ["portable"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16 if CUDA else torch.float32, torch.float16])
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("D, size, settings", INTEGERS)
-def test_integers_of_8_bits(D, size, settings, dtype, form):
+def test_integers(D, size, settings, bits, dtype, form):
     """To the bit the specification; in float16 of halves, many of which lie between integers."""
-    call = SETTINGS | dict(importance="max", ranking_bits=8) | size | settings
+    if bits == 4 and size["selection_block_size"] < 16 * size["compress_block_sliding_stride"]:
+        pytest.skip("of blocks of 16 windows or more")
+    call = SETTINGS | dict(importance="max", ranking_bits=bits) | size | settings
     for T, S, B, H, K in LENGTHS:
         q, ck, _ = draw(T, S, H, K, D, d=size["compress_block_sliding_stride"], dtype=dtype, B=B)
         if dtype == torch.float16:
@@ -166,40 +169,49 @@ def test_integers_of_8_bits(D, size, settings, dtype, form):
         assert (right >= 0).any()
 
 
-def integers(x):
-    quotient = torch.tensor(127.0).div(x.abs().max().clamp(min=1e-30)).item()
-    mantissa, exponent = math.frexp(quotient)
-    factor = math.ldexp(math.floor(mantissa * 2**12), exponent - 12)
-    size = torch.tensor(1.0).div(torch.tensor(factor))
-    return (x.double() * factor).round().to(torch.int64), size
+def cut(x, y):
+    mantissa, exponent = math.frexp(torch.tensor(x).div(y).item())
+    return math.ldexp(math.floor(mantissa * 2**12), exponent - 12)
 
 
-def by_hand(q, ck, i):
-    """The blocks of query i, of queries [g d] and windows [w d] of its KV head."""
+def integers(x, bits=8):
+    factor = cut(127.0 if bits == 8 else 119.0, x.abs().max().clamp(min=1e-30))
+    numbers = (x.double() * factor).round()
+    for column in numbers.T if bits == 4 else ():  # one of 16 values each
+        least, largest = int(column.min()), int(column.max())
+        step = max(1, -(-(largest - least) // 15))
+        column.copy_(least + step * ((column - least) * cut(1.0, torch.tensor(step))).round())
+    return numbers.to(torch.int64), torch.tensor(1.0).div(torch.tensor(factor))
+
+
+def by_hand(q, ck, i, m, bits):
+    """The blocks of query i, of queries [g d] and windows [w d] of its KV head, m a block."""
     queries, scores = integers(q)[0], {}
-    for c in range(1, i // 8):
-        keys, size = integers(ck[4 * c : 4 * c + 4])
+    for c in range(1, i // (2 * m)):
+        keys, size = integers(ck[m * c : m * c + m], bits)
         scores[c] = (keys @ queries.T).max().to(torch.float32) * size
     best = sorted(scores, key=lambda c: (-float(scores[c]), c))[:3]
     return best + [-1] * (3 - len(best))
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("importance", ["max", "head_max"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_definition_of_8_bits(dtype, importance):
+def test_the_definition_of_integers(dtype, importance, bits):
     """Of keys with large channels, in a sequence whose last block is partial."""
     q, ck = torch.randn(2, 20, 4, 16, device=DEVICE), torch.randn(2, 65, 2, 16, device=DEVICE)
     ck[..., 3] += 4
     ck[:, 12:16] = 0  # and a block of zeros
     q, ck = q.to(dtype), ck.to(dtype)
+    m = 4 if bits == 8 else 16
     call = sizes(
-        2, 2, 8, n=3, num_initial_blocks=1, num_local_blocks=0, importance=importance,
-        ranking_bits=8, q_offset=110, seq_len=130,
+        2, 2, 2 * m, n=3, num_initial_blocks=1, num_local_blocks=0, importance=importance,
+        ranking_bits=bits, q_offset=110, seq_len=130,
     )  # fmt: skip
     found = select_blocks(q, ck, **call, backend="eager")
     for b, t, h in ((0, 19, 0), (1, 0, 1), (0, 7, 1), (1, 13, 0)):
         group = q[b, t, 2 * h : 2 * h + 2].float()
         group = group.sum(0, keepdim=True) if importance == "max" else group
-        expected = by_hand(group.cpu(), ck[b, :, h].float().cpu(), 110 + t)
+        expected = by_hand(group.cpu(), ck[b, :, h].float().cpu(), 110 + t, m, bits)
         assert found[b, t, h].tolist() == expected
     assert not torch.equal(found, select_blocks(q, ck, **call | dict(ranking_bits=16)))

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from native_sparse_attention import BlockSizes, select_blocks
-from native_sparse_attention.ops.decode import decode_attention, workspace
+from native_sparse_attention.ops.decode import decode_attention, pack_keys, workspace
 from native_sparse_attention.ops.triton.operator import unit_stride
 from native_sparse_attention.rotary import Rotary, rotate
 from tests.helpers.budget import DEVICE
@@ -105,6 +105,7 @@ CASES = {
     ),
     "rotated": (("rotate",), rotated),
     "decoded": (("decode_attention",), decoded),
+    "packed": (("pack_keys",), lambda: pack_keys(torch.rand(2, 19, 1, 16, device=DEVICE), 4)),
 }  # fmt: skip
 
 
