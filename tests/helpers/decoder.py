@@ -8,7 +8,7 @@ from tests.helpers.layers import close
 CACHES = {
     "growing": lambda batch=2: KVCache(),
     "fixed": lambda batch=2: KVCache(max_length=64),
-    "paged": lambda batch=2: PagedKVCache(8, 40, batch, max_length=64),
+    "paged": lambda batch=2: PagedKVCache(16, 20, batch, max_length=64),
 }
 
 
