@@ -193,8 +193,7 @@ def decode(capability):
         step(BF16, many, page=256, counted=True, importance=importance, **stages)
     step(FP32, many, importance="logits", query_heads_share_selected_kv=False, **stages)
     for dtype in (BF16, FP32):
-        heads = dict(importance="head_max")
-        for ranking in ({}, heads, heads | dict(ranking_bits=8), heads | dict(ranking_bits=4)):
+        for ranking in ({}, *(dict(importance="head_max", ranking_bits=b) for b in (16, 8, 4))):
             step(dtype, many, page=256, **one | TOKENS | ranking)
     for H, T, s in itertools.product((16, 32, 64), (1, 4), (16, 64, 128)):
         if launch.decode_bytes(H, 256, 4, T, s) <= launch.architecture().shared_memory:

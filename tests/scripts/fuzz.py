@@ -56,6 +56,9 @@ def run_call(rng: random.Random) -> str:
         T = min(N, pick((1, 1, 2, 5, 16)))
         lengths = [rng.randint(0, N - T) for _ in range(pick((1, 2, 5)))]
         settings = common | ranking | window | dict(T=T, N=N, lengths=lengths, page=page)
+        if ranking["importance"] != "probs" and pick((True, False)):
+            bits = pick((16, 8, 4 if s >= 16 * d else 8)) if "max" in ranking["importance"] else 16
+            settings |= dict(branches=("selected",), memory=0, ranking_bits=bits)
         check, args = test_decode.assert_right, (torch.float32,)
     elif kind == "ranking":
         H, _, D, _ = heads

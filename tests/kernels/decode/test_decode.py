@@ -103,9 +103,7 @@ CASES = {
     "8 bits": dict(ONE, **TOKENS, ranking_bits=8, query_heads_share_selected_kv=False, scale=-0.3),
     "8 bits, each head counts": dict(ONE, **TOKENS | dict(importance="head_max"), ranking_bits=8),
     "4 bits": dict(ONE, **BITS, query_heads_share_selected_kv=False, scale=-0.3),
-    "4 bits, each head counts": dict(
-        ONE, **BITS | dict(importance="head_max"), page=32, T=3, counts=(3, 1)
-    ),
+    "4 bits, each head counts": dict(ONE, **BITS | dict(importance="head_max"), page=32, T=3),
     "4 bits, sums of an odd width": dict(ONE, **BITS, selection_stride=4, heads=(4, 2, 35, 16)),
     "probs": dict(T=1, importance="probs", query_heads_share_selected_kv=False),
     "interpolated, one head": dict(interpolated_importance_score=True, heads=(1, 1, 16, 16)),
