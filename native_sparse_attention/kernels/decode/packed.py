@@ -103,7 +103,7 @@ def packed_products(
     i = tl.arange(0, 2)
     size = tl.load(entry + (m + 8) * h + i).to(tl.int32) & 65535
     size = tl.sum(size << 16 * i, 0).to(tl.float32, bitcast=True)
-    return tl.sum(bias, 1)[:, None] + x * 16777216.0, size
+    return tl.sum(bias, 1)[:, None] + x * 16777216.0, size + tl.zeros([1], tl.float32)
 
 
 def pack_keys(ck: Tensor, m: int) -> Tensor:

@@ -142,32 +142,33 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
     for n0 in tl.range(split * split_size, end, F.BLOCK_N, num_stages=F.STAGES):
         n = n0 + tl.arange(0, F.BLOCK_N)
         clamped = tl.minimum(n, num_windows - 1)
-        scale = call.scale_log2
-        sign = (scale > 0).to(tl.float32) - (scale < 0).to(tl.float32)
         if F.PACKED > 0:
             block = b * 0 + n0 // F.PACKED
             logits, size = packed_products(
                 q_tile, call.ck, h * call.ck.h, block, b, call.cache, F.PACKED, F.I,
                 F.WINDOWS_PER_PAGE // F.PACKED,
             )  # fmt: skip
-            logits *= size * sign
         else:
             k_ptr = call.ck.ptr + h * call.ck.h
             k_offsets = cache_offsets(
                 clamped, b, call.ck.b, call.ck.n, call.cache, F.WINDOWS_PER_PAGE
             )
             k_tile = load_rows(k_ptr, k_offsets, F.I, F.BLOCK_I, n < num_windows)
-            if F.QUANTIZED > 0:
-                integers, size = quantize(k_tile.to(tl.float32), F.QUANTIZED)
-                k_tile = integers.to(tl.float16)
-                scale = (size * sign)[None]
-            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
         if ATTEND:
             v_ptr = call.cv.ptr + h * call.cv.h
             v_offsets = cache_offsets(
                 clamped, b, call.cv.b, call.cv.n, call.cache, F.WINDOWS_PER_PAGE
             )
             v_tile = load_rows(v_ptr, v_offsets, F.E, F.BLOCK_E, n < num_windows)
+        scale = call.scale_log2
+        if F.QUANTIZED > 0:
+            integers, size = quantize(k_tile.to(tl.float32), F.QUANTIZED)
+            k_tile = integers.to(tl.float16)
+        if F.QUANTIZED + F.PACKED > 0:
+            scale = size[None] * ((scale > 0).to(tl.float32) - (scale < 0).to(tl.float32))
+        if F.PACKED == 0:
+            logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        logits *= scale
         x = logits
         if F.CAP:
             x = soft_capped(x, call.cap)

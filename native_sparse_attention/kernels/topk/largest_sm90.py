@@ -108,7 +108,8 @@ def nsa_topk_key_tiles(ck, keys, sizes, W, K, C, GROUPS, sign, F: tl.constexpr):
         exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
         factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         size = (exponent << 23).to(tl.float32, bitcast=True)
-    factor = tl.sum(tl.where(i[None] == block[:, None], factor[None], 0.0), 1)
+    signed = 1.0 if F.KEY_BITS == 4 else sign  # 16 values round to other ones with another sign
+    factor = tl.sum(tl.where(i[None] == block[:, None], factor[None] * signed, 0.0), 1)
     tl.store(sizes + line.to(tl.int64) * (GROUPS * 4) + group * 4 + i, size)
     for step in range(F.STEPS):
         w = tl.minimum(tl.minimum(c, C - 1) * F.PER_BLOCK + step * 32 + key, W - 1)
@@ -119,8 +120,7 @@ def nsa_topk_key_tiles(ck, keys, sizes, W, K, C, GROUPS, sign, F: tl.constexpr):
         if F.KEY_BITS == 4:
             size_of_step = steps.step_of_codes(least, most)
             code = steps.code_of(tl.reshape(x, [16, 4, 2, F.D]), least, size_of_step)
-            x = tl.reshape(least + code * size_of_step, [128, F.D])
-        x *= sign
+            x = tl.reshape(least + code * size_of_step, [128, F.D]) * sign
         row = ((line.to(tl.int64) * GROUPS + group) * F.STEPS + step) * 128 + n
         tl.store(keys + row[:, None] * F.D + tl.arange(0, F.D)[None], x.to(keys.dtype.element_ty))
 

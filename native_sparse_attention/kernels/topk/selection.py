@@ -115,12 +115,14 @@ def nsa_topk_block_keys(
             tile -= origin
         k_sum += weight[:, None] * tile
         count += weight
-    key = origin + k_sum / tl.maximum(count, 1.0)[:, None]
+    key = (origin + k_sum / tl.maximum(count, 1.0)[:, None]) * (1.0 if F.BITS == 4 else scale)
 
     row = (tl.program_id(2) * lines + line).to(tl.int64) * C + c
     if F.QUANTIZED > 0:
         key, block_size = steps.quantize(key, F.QUANTIZED, F.BITS)
-    high, low, size = steps.two_halves(key * scale)
+    if F.BITS == 4:  # 16 values round to other ones with another sign
+        key *= scale
+    high, low, size = steps.two_halves(key)
     if F.QUANTIZED > 0:
         size *= block_size
     offsets = row[:, None] * (F.HALVES * F.BLOCK_D) + tl.arange(0, F.BLOCK_D)[None]
