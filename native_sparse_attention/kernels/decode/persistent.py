@@ -27,6 +27,7 @@ from torch import Tensor
 from ...blocks import windows_per_block
 from ...config import AttentionConfig
 from ...ops import call as calls
+from ...ops.reference import quantize_queries
 from ..common import launch
 from ..common.launch import cdiv, next_power_of_2
 from ..common.precompile import launcher
@@ -94,8 +95,8 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
     and tile of BLOCK_M (token, query head) rows; split 0 also reads the memory. Writes the partial
     result (not with ONE_SOFTMAX) and, by SCORE_MODE, the scores of the windows. Queries and keys
     are I wide; a KV head has CMP_G queries, 1 where one ranks for its head group. With QUANTIZED
-    above 0 both become 8-bit integers, so many keys of one size. With PACKED above 0 so many keys
-    of a block are packed."""
+    above 0 queries are 8-bit integers, and so are keys, so many of one size. With PACKED above 0 so
+    many keys of a block are packed, and queries are rounded here."""
     length = tl.load(call.cache.lengths + b).to(tl.int32)
     TOKENS: tl.constexpr = F.BLOCK_M // F.PADDED_G
     ATTEND: tl.constexpr = not F.ONE_SOFTMAX
@@ -104,14 +105,11 @@ def compressed_split(call, split, tile, b, h, F: tl.constexpr):
     valid = (t < call.T) & (g < F.CMP_G)
     window_end = (length + t) // F.d
     q_offsets = b * call.cq.b + t.to(tl.int64) * call.cq.n + (h * F.CMP_G + g) * call.cq.h
-    ROWS: tl.constexpr = F.PADDED_G if F.BY_HEADS and F.SCORE_MODE == SCORES_SUM else 1
     if F.PACKED > 0:
+        ROWS: tl.constexpr = F.PADDED_G if F.BY_HEADS and F.SCORE_MODE == SCORES_SUM else 1
         q_tile = packed_queries(call.cq.ptr, q_offsets, valid, ROWS, F.I, F.BLOCK_I)
     else:
         q_tile = load_rows(call.cq.ptr, q_offsets, F.I, F.BLOCK_I, valid)
-        if F.QUANTIZED > 0:
-            rounded, _ = quantize(q_tile.to(tl.float32), ROWS)
-            q_tile = rounded.to(tl.float16)
 
     m = tl.full([F.BLOCK_M], topn.NO_SCORE, tl.float32)
     l = tl.full([F.BLOCK_M], 0.0, tl.float32)
@@ -697,7 +695,9 @@ def decode(call: calls.Call, config: AttentionConfig) -> Tensor:
         config = config.but(importance="given", num_selected_groups=0)
     elif config.ranks_by_integers and config.ranks and call.block_indices is None:
         q, ck = call.q if call.cq is None else call.cq, call.ck
-        if config.query_heads_share_selected_kv and not config.ranks_by_heads:  # of their sum
+        if config.ranking_bits == 8:
+            q = quantize_queries(q.float(), call.k.shape[2], config).half()
+        elif config.query_heads_share_selected_kv and not config.ranks_by_heads:  # of their sum
             q = q.float().unflatten(2, (call.k.shape[2], -1)).sum(dim=3)
         if config.ranking_bits == 4 and ck.dtype != torch.int16:  # of a cache that keeps none
             ck = pack_keys(ck, windows_per_block(config.d, config.selection_block_size))
