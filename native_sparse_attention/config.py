@@ -365,7 +365,8 @@ class NSAConfig(AttentionConfig):
             one stage.
         ranking_bits: 16, or 8: queries and keys are rounded to 8-bit integers for the ranking alone
             (importance="max" or "head_max", causal, without "compressed" and num_selected_groups);
-            4: keys take one of 16 values for each feature of a block, which a cache keeps packed.
+            4: keys also take one of 16 values for each feature of a block, so that a cache can keep
+            them packed (blocks of 16 windows or more).
         query_heads_share_selected_kv: False lets every query head select for itself.
         branches: some of "compressed", "selected" and "window". One alone has no gate.
             `("selected",)` is one softmax over the initial, local and ranked blocks; its compressed

@@ -157,9 +157,8 @@ def nsa_cost(
     window_entry = entry if len(networks) == 2 else ranking_entry * len(networks)
     packed = 0  # of the keys that rank
     if layer.packs_keys():
-        packed = (
-            T // layer.selection_block_size * K * 2 * entry_words(layer.selection_block_size, D)
-        )
+        s = layer.selection_block_size
+        packed = T // s * K * 2 * entry_words(s, D)
     cache = batch * ((2 if has_window_cache else 1) * T * entry + T // d * window_entry + packed)
     read = int(keys_read(torch.tensor([T]), T + 1, config)) * entry
     if "compressed" in config.branches:

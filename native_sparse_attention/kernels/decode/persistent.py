@@ -31,13 +31,7 @@ from ...ops.reference import quantize_queries
 from ..common import launch
 from ..common.launch import cdiv, next_power_of_2
 from ..common.precompile import launcher
-from ..common.primitives import (
-    candidates_end,
-    load_rows,
-    quantize,
-    soft_capped,
-    softmax_step,
-)
+from ..common.primitives import candidates_end, load_rows, quantize, soft_capped, softmax_step
 from ..common.tile_configs import MAX_COLUMN_N
 from ..selected.branch import keep_valid_blocks
 from ..topk import topn
